@@ -1,0 +1,50 @@
+# Two commands set everything up on a fresh machine with Python >= 3.11:
+#   make demo   virtual environment, install, then the main job on the embedded tiny target (CPU)
+#   make test   virtual environment, install with the dev extra, lint, types, contracts, tests, packaging
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := dflash_tool commands schemas tests benchmarks examples
+
+.PHONY: demo test lint types contracts tests package clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	rm -rf demo
+	$(BIN)/dflash extract --target examples/tiny-target --data examples/chats.jsonl --out demo/store
+	$(BIN)/dflash stats demo/store --verify
+
+test: lint types contracts tests package
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+contracts: $(VENV)/.installed-dev
+	$(BIN)/lint-imports
+
+tests: $(VENV)/.installed-dev
+	$(BIN)/pytest
+
+package: $(VENV)/.installed-dev
+	rm -rf build dist
+	$(BIN)/python -m build --quiet --outdir dist .
+	$(BIN)/python tests/check_wheel.py dist
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

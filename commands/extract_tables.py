@@ -1,0 +1,146 @@
+"""What `dflash extract` prints at the end: the plan (`--dry-run`) or what became of it."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dflash_tool.commands.format import count, duration, share, size
+from dflash_tool.pipeline import ExtractResult
+from dflash_tool.planning import BucketPlan, ExtractionPlan
+from dflash_tool.schemas.manifest import Manifest
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> Table:
+    """A borderless table of names and values."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def plan_text(plan: ExtractionPlan) -> RenderableType:
+    """What would be done."""
+    manifest, disk = plan.manifest, plan.disk
+    rows = [
+        ("target", _target(manifest)),
+        ("samples", _samples(manifest)),
+        *_data_notes(manifest),
+        ("batches", f"{count(len(plan.batches))} of at most {count(manifest.batch_tokens)} tokens"),
+        ("padding", f"{share(plan.padding, 2)} of the tokens the target computes"),
+        (
+            "disk",
+            f"{size(disk.total)}: {size(disk.shards)} hidden states, {size(disk.samples)} samples, "
+            f"{size(disk.head)} head and tokenizer, {size(disk.index)} index",
+        ),
+        (
+            "in flight",
+            f"at most {size(plan.peak_inflight_bytes)} of a window of {size(plan.resolved.inflight_limit)}; "
+            f"the largest batch is {size(plan.largest_batch_bytes)}",
+        ),
+    ]
+    return Group(
+        Text("Dry run: nothing was written.", style="bold"),
+        facts(rows),
+        "",
+        _bucket_table(plan.buckets, manifest.tokens),
+        *_skipped(plan),
+        *(Text(f"Note: {warning}", style="yellow") for warning in plan.warnings),
+    )
+
+
+def result_text(result: ExtractResult) -> RenderableType:
+    """What was done, who waited for whom, and what to do next."""
+    manifest, run = result.manifest, result.run
+    where = Text(str(result.store), style="bold")
+    if run is None:
+        return Group(Text.assemble("Nothing to do: ", where, f" is complete ({_samples(manifest)})."))
+    held = f", {count(result.held_samples)} were there already" if result.held_samples else ""
+    rows = [
+        ("target", _target(manifest)),
+        ("samples", _samples(manifest) + held),
+        *_data_notes(manifest),
+        (
+            "speed",
+            f"{run.real_tokens / run.seconds:,.0f} tokens/s over {duration(run.seconds)}, "
+            f"padding {share(1 - run.real_tokens / run.padded_tokens, 2)}",
+        ),
+        (
+            "in flight",
+            f"peak {size(run.peak_inflight_bytes)} of a window of {size(run.inflight_limit_bytes)}",
+        ),
+        ("waited", ", ".join(f"{who} {duration(seconds)}" for who, seconds in run.waited.items())),
+    ]
+    if result.removed:
+        rows.append(("cleaned up", f"{count(len(result.removed))} leftovers of a run that was stopped"))
+    if manifest.quarantined:
+        rows.append(("quarantined", f"{count(len(manifest.quarantined))} samples with NaN or Inf states: see manifest.json"))
+    return Group(
+        Text.assemble("Complete: ", where),
+        facts(rows),
+        *_skipped(result.plan),
+        *(Text(f"Note: {warning}", style="yellow") for warning in result.plan.warnings),
+        Text.assemble("Look at it: ", (f"dflash stats {result.store}", "bold")),
+    )
+
+
+def _target(manifest: Manifest) -> str:
+    layers = ", ".join(map(str, manifest.layer_ids))
+    target = manifest.target
+    return (
+        f"{target.name} ({target.model_type}, {target.num_layers} layers, hidden size {target.hidden_size}), "
+        f"layers {layers} computed in {target.dtype}, stored as {manifest.store_dtype}"
+    )
+
+
+def _samples(manifest: Manifest) -> str:
+    return (
+        f"{count(manifest.samples)} with {count(manifest.tokens)} tokens, "
+        f"{share(manifest.supervised_tokens / manifest.tokens)} supervised"
+    )
+
+
+def _data_notes(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """What was unusual about the data; nothing where nothing was."""
+    prepared = manifest.prepared
+    notes = [
+        (prepared.get("truncated", 0), f"cut to {count(manifest.max_length)} tokens"),
+        (prepared.get("duplicates", 0), "duplicates (kept)"),
+        (
+            prepared.get("split_rows", 0),
+            f"conversations split into {count(prepared.get('split_parts', 0))} samples, because the template renders "
+            "earlier turns differently later on",
+        ),
+        (sum(manifest.skipped.values()), "rows skipped"),
+    ]
+    said = "; ".join(f"{count(number)} {what}" for number, what in notes if number)
+    if said:
+        yield "data", said
+
+
+def _bucket_table(buckets: Sequence[BucketPlan], tokens: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left")
+    for name in ("bucket", "tokens a sample", "samples", "tokens", "share", "batches"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for bucket in buckets:
+        table.add_row(
+            str(bucket.bucket),
+            f"{bucket.lower + 1}-{bucket.upper}",
+            count(bucket.samples),
+            count(bucket.tokens),
+            share(bucket.tokens / tokens),
+            count(bucket.batches),
+        )
+    return table
+
+
+def _skipped(plan: ExtractionPlan) -> Iterator[RenderableType]:
+    """The reasons with their first example, when the data was read in this run."""
+    if plan.prepared is None or not plan.prepared.skipped:
+        return
+    yield Text("Skipped rows", style="yellow")
+    for line in plan.prepared.describe_skipped():
+        yield Text(f"  {line}")

@@ -1,0 +1,36 @@
+"""How numbers look to people: counts with separators, bytes in decimal units, times, shares, bars."""
+
+from rich.filesize import decimal
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def count(value: int) -> str:
+    """1234567 -> 1,234,567."""
+    return f"{value:,}"
+
+
+def size(nbytes: int) -> str:
+    """1234567 -> 1.2 MB (decimal units, as disks are sold and `ls -lh --si` prints)."""
+    return decimal(nbytes)
+
+
+def share(value: float, digits: int = 1) -> str:
+    """0.0123 -> 1.2 %."""
+    return f"{100 * value:.{digits}f} %"
+
+
+def duration(seconds: float) -> str:
+    """4.2 -> 4.2 s, 75 -> 1:15, 3675 -> 1:01:15."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def bar(value: float, width: int) -> str:
+    """A horizontal bar of `value` (0..1) of `width` cells, in eighths of a cell."""
+    eighths = round(max(0.0, min(1.0, value)) * width * 8)
+    full, part = divmod(eighths, 8)
+    return "█" * full + (_EIGHTHS[part] if part else "")

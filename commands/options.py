@@ -1,0 +1,54 @@
+"""From options and a YAML file to one validated config: flags win over the file, the file over the defaults."""
+
+import difflib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dflash_tool.errors import ConfigError
+
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def load_config(model: type[Config], file: Path | None, flags: dict[str, Any]) -> Config:
+    """Validate `flags` (None and empty lists: not given) over the settings in `file`.
+
+    Raises ConfigError naming the option or the key in the file, what it got and what is allowed.
+    """
+    from_file = _read_yaml(file, set(model.model_fields)) if file is not None else {}
+    given = {name: value for name, value in flags.items() if value is not None and value not in ([], {})}
+    try:
+        return model.model_validate({**from_file, **given})
+    except ValidationError as error:
+        lines = [_explain(detail, given, file) for detail in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _read_yaml(file: Path, known: set[str]) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: can't read {file}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config: {file} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config: {file} must hold `option: value` lines, got a {type(content).__name__}")
+    settings = {str(key).replace("-", "_"): value for key, value in content.items()}
+    for key in settings.keys() - known:
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+        raise ConfigError(f"--config: {file} has an unknown setting {key!r}; {hint}")
+    return settings
+
+
+def _explain(detail: Any, given: dict[str, Any], file: Path | None) -> str:
+    name = str(detail["loc"][0]) if detail["loc"] else ""
+    option = "--" + name.replace("_", "-")
+    if detail["type"] == "missing":
+        return f"{option} is needed: give the option, or set {name} in a --config file"
+    where = option if name in given or file is None else f"{name} in {file}"
+    return f"{where}: got {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"

@@ -1,0 +1,92 @@
+"""What a running `extract` shows: one panel on a terminal, a plain line now and then elsewhere. All on stderr."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from dflash_tool.commands.format import count, duration, share, size
+from dflash_tool.telemetry import ExtractSnapshot, ExtractTelemetry
+
+_PLAIN_SECONDS = 10.0
+
+
+@contextmanager
+def show_progress(telemetry: ExtractTelemetry, console: Console) -> Iterator[None]:
+    """Draw `telemetry` while the body runs."""
+    if console.is_terminal:
+        with Live(
+            get_renderable=lambda: extract_panel(telemetry.snapshot()),
+            console=console,
+            refresh_per_second=4,
+            transient=True,
+        ):
+            yield
+        return
+    done = threading.Event()
+    printer = threading.Thread(target=_print_lines, args=(telemetry, console, done), name="progress", daemon=True)
+    printer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        printer.join()
+
+
+def _print_lines(telemetry: ExtractTelemetry, console: Console, done: threading.Event) -> None:
+    while not done.wait(_PLAIN_SECONDS):
+        console.print(plain_line(telemetry.snapshot()), soft_wrap=True, highlight=False)
+
+
+def plain_line(now: ExtractSnapshot) -> str:
+    """One line for a log: where the run is, how fast, how much padding, how full the window."""
+    if now.stage != "extracting":
+        of = f" {share(now.stage_done / now.stage_total, 0)}" if now.stage_total else ""
+        return f"{now.stage}{of}"
+    eta = f", {duration(now.eta_seconds)} to go" if now.eta_seconds is not None else ""
+    return (
+        f"{count(now.held_samples + now.samples)}/{count(now.samples_total)} samples, "
+        f"{now.tokens_per_second:,.0f} tokens/s, padding {share(now.padding)}, "
+        f"in flight {size(now.inflight_bytes)} of {size(now.inflight_limit)}, "
+        f"{size(now.bytes_written)} in {count(now.shards)} shards{eta}"
+    )
+
+
+def extract_panel(now: ExtractSnapshot) -> RenderableType:
+    """The panel of one snapshot."""
+    if now.stage != "extracting":
+        bar = ProgressBar(total=max(now.stage_total, 1), completed=now.stage_done, pulse=now.stage_total == 0)
+        return Panel(Group(Text(now.stage), bar), title="dflash extract", title_align="left", border_style="cyan")
+    done = now.held_tokens + now.real_tokens
+    head = Table.grid(expand=True, padding=(0, 1))
+    head.add_column(ratio=1)
+    head.add_column(justify="right", no_wrap=True)
+    head.add_row(
+        ProgressBar(total=max(now.tokens_total, 1), completed=done),
+        f"{share(done / max(now.tokens_total, 1), 0)} · "
+        + (f"{duration(now.eta_seconds)} to go" if now.eta_seconds is not None else "…"),
+    )
+    body = Table.grid(padding=(0, 2))
+    body.add_column(style="dim", no_wrap=True)
+    body.add_column(no_wrap=True)
+    body.add_column(style="dim", no_wrap=True)
+    body.add_column(no_wrap=True)
+    body.add_row(
+        "samples", f"{count(now.held_samples + now.samples)} of {count(now.samples_total)}",
+        "speed", f"{now.tokens_per_second:,.0f} tokens/s",
+    )  # fmt: skip
+    body.add_row("padding", share(now.padding), "written", f"{size(now.bytes_written)} in {count(now.shards)} shards")
+    body.add_row(
+        "in flight", f"{size(now.inflight_bytes)} of {size(now.inflight_limit)}",
+        "peak", f"{size(now.peak_inflight)} ({share(now.peak_inflight / max(now.inflight_limit, 1), 0)} of the window)",
+    )  # fmt: skip
+    queued = " ".join(f"b{bucket}:{items}" for bucket, items in sorted(now.queued.items())) or "empty"
+    waits = ", ".join(f"{who} {duration(seconds)}" for who, seconds in now.waited.items())
+    body.add_row("queue", queued, "waited", waits)
+    return Panel(Group(head, body), title="dflash extract", title_align="left", border_style="cyan")

@@ -1,0 +1,45 @@
+"""The `dflash` command line. Light on purpose: torch and transformers are imported once a command runs."""
+
+import sys
+
+import typer
+
+from dflash_tool import __version__
+from dflash_tool.commands.extract import extract
+from dflash_tool.commands.stats import stats
+from dflash_tool.errors import DflashError
+
+app = typer.Typer(
+    name="dflash",
+    help="Train DFlash drafters (block-diffusion draft models for speculative decoding) for an LLM of your own.",
+    epilog="Exit codes: 0 done, 1 could not be done (the message says why), 2 wrong options, 130/143 stopped by "
+    "Ctrl-C/SIGTERM with everything in order.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(extract)
+app.command()(stats)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dflash {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Options that stand before the command."""
+    del version
+
+
+def main() -> None:
+    """Run the command line; a `DflashError` becomes one message on stderr and its exit code."""
+    try:
+        app()
+    except DflashError as error:
+        typer.secho(f"dflash: {error}", err=True, fg=None if error.exit_code > 128 else typer.colors.RED)
+        sys.exit(error.exit_code)

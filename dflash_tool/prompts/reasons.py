@@ -1,0 +1,49 @@
+"""Why a row of the data gives no sample: short stable names to count by, and a detail for people."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """The key under which a skipped row is counted. The values stand in manifests: never reword one."""
+
+    NOT_JSON = "not JSON"
+    NOT_AN_OBJECT = "not an object"
+    UNKNOWN_KEYS = "unknown keys"
+    NO_MESSAGES = "no messages"
+    MESSAGE_NOT_AN_OBJECT = "message not an object"
+    UNKNOWN_ROLE = "unknown role"
+    MISSING_CONTENT = "missing content"
+    CONTENT_NOT_TEXT = "content not text"
+    EMPTY_ANSWER = "empty answer"
+    NO_ANSWER = "no assistant turn"
+    NOT_UNICODE = "not valid Unicode"
+    TEMPLATE_REFUSED = "template refused"
+    PROMPT_DIFFERS = "generation prompt differs"
+    NOT_A_LIST = "not a list"
+    EMPTY = "empty"
+    LENGTH_MISMATCH = "length mismatch"
+    ID_NOT_INTEGER = "token id not an integer"
+    ID_NEGATIVE = "negative token id"
+    ID_BEYOND_VOCABULARY = "token id beyond the vocabulary"
+    MASK_NOT_BINARY = "mask not 0/1"
+    MASK_TOKEN = "contains the mask token"  # noqa: S105 - a reason, no password
+    TOO_LONG = "too long"
+    NO_ANCHOR = "no anchor"
+    NO_ANCHOR_AFTER_CUT = "no anchor within the maximum length"
+
+
+# What the user asked for with a maximum length is no fault of the data: `strict` lets it pass.
+ASKED_FOR = frozenset({Reason.TOO_LONG, Reason.NO_ANCHOR_AFTER_CUT})
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A row, or one turn of a split conversation, that gives no sample. `source` is `file:line`."""
+
+    source: str
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.reason}" + (f": {self.detail}" if self.detail else "")

@@ -1,0 +1,134 @@
+"""A config with its defaults filled in: target and tokenizer opened, data hashed, window sized. Writes nothing.
+
+Everything that can be refused without reading the data is refused here, before a byte is written.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_tool.buckets import check_edges
+from dflash_tool.errors import ConfigError
+from dflash_tool.prompts import (
+    choose_mask_token,
+    fingerprint_file,
+    load_tokenizer,
+    template_fingerprint,
+    tokenizer_fingerprint,
+)
+from dflash_tool.schemas.config import ExtractConfig
+from dflash_tool.schemas.manifest import TargetInfo
+from dflash_tool.target import (
+    TargetFolder,
+    check_layers,
+    compute_dtype,
+    config_fingerprint,
+    default_layers,
+    open_target,
+    resolve_device,
+    weights_fingerprint,
+)
+from dflash_tool.telemetry import ExtractTelemetry
+
+DEFAULT_MAX_LENGTH = 3072  # the DFlash paper's
+DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768}
+TARGETS = 1
+CONSUMERS = 1  # the shard writer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A config with its defaults filled in and its inputs opened. `settings`: fields of the manifest."""
+
+    config: ExtractConfig
+    target: TargetFolder
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    settings: dict[str, Any]
+    inflight_limit: int
+    places: int
+
+
+def resolve(config: ExtractConfig, telemetry: ExtractTelemetry) -> Resolved:
+    """Open the inputs and fill in the defaults. Writes nothing; refuses what can be refused this early."""
+    telemetry.stage("opening the target")
+    target = open_target(config.target, trust_remote_code=config.trust_remote_code)
+    layers = check_layers(config.layers or default_layers(target.num_layers), target.num_layers)
+    device = resolve_device(config.target_device)
+    dtype = compute_dtype(config.dtype, device)
+    tokenizer = load_tokenizer(target.path, config.trust_remote_code, config.chat_template)
+    mask_token_id = choose_mask_token(tokenizer, target.vocab_size, config.mask_token_id)
+    if not isinstance(config.buckets, int):
+        check_edges(config.buckets)
+    telemetry.stage("hashing the data")
+    settings = {
+        "target": TargetInfo(
+            name=config.target,
+            model_type=target.config.model_type,
+            num_layers=target.num_layers,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            config_fingerprint=config_fingerprint(target),
+            weights_fingerprint=weights_fingerprint(target),
+            dtype=str(dtype).removeprefix("torch."),
+        ),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "template": template_fingerprint(tokenizer.chat_template),
+        "template_args": config.template_args,
+        "turns": config.turns,
+        "data": tuple(fingerprint_file(path) for path in config.data),
+        "layer_ids": layers,
+        "store_dtype": config.store_dtype,
+        "max_length": _max_length(config, target),
+        "overlength": config.overlength,
+        "seed": config.seed,
+        "batch_tokens": config.batch_tokens or DEFAULT_BATCH_TOKENS.get(device.type, DEFAULT_BATCH_TOKENS["cuda"]),
+        "mask_token_id": mask_token_id,
+    }
+    limit = int(config.inflight_gib * 2**30) if config.inflight_gib else _default_window()
+    return Resolved(
+        config=config,
+        target=target,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        settings=settings,
+        inflight_limit=limit,
+        places=config.hs_queue_depth or TARGETS + CONSUMERS + 2,
+    )
+
+
+def _max_length(config: ExtractConfig, target: TargetFolder) -> int:
+    allowed = target.max_position
+    if config.max_length is None:
+        return min(DEFAULT_MAX_LENGTH, allowed or DEFAULT_MAX_LENGTH)
+    if allowed is not None and config.max_length > allowed:
+        raise ConfigError(
+            f"--max-length: got {config.max_length}, but this target has positions for {allowed} tokens; "
+            f"allowed are 2..{allowed}"
+        )
+    return config.max_length
+
+
+def _default_window() -> int:
+    """A quarter of the memory that is free for new work, divided by the processes on this host."""
+    return _available_memory() // 4 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _available_memory() -> int:
+    """Bytes that can be had without swapping, within the container's limit if there is one."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        return max(1, min(available, limit))
+    except (OSError, ValueError):  # no such group, or "max"
+        return available

@@ -1,0 +1,93 @@
+"""`checksums.json`: size and XXH3-128 of the root's files that have no hash of their own.
+
+These are `samples.arrow` and everything under `head/`. The document is canonical JSON, so that no byte of it
+can change unseen either.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dflash_tool.errors import StoreError
+from dflash_tool.store.files import disk_errors, read_regular, replace_file
+from dflash_tool.store.layout import CHECKSUMS, HEAD, SAMPLES
+
+_LIMIT_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 22
+
+
+def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """{"bytes", "xxh3_128"} of a file, read in blocks; `progress` is given the bytes of each block."""
+    digest = xxhash.xxh3_128()
+    size = 0
+    buffer = bytearray(_BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            size += count
+            if progress:
+                progress(count)
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def listed_files(root: Path) -> list[Path]:
+    """The files that `checksums.json` covers, as they lie there now; links are refused."""
+    paths = [root / SAMPLES] if (root / SAMPLES).is_file() else []
+    for path in sorted((root / HEAD).rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise StoreError(f"{path} is no regular file; a store holds no links: copy the file there")
+        if path.is_file():
+            paths.append(path)
+    return paths
+
+
+def write_checksums(root: Path) -> None:
+    """Hash `samples.arrow` and `head/` as they are now; to be called whenever one of them was written."""
+    with disk_errors(root / CHECKSUMS, "write"):
+        sums = {path.relative_to(root).as_posix(): hash_file(path) for path in listed_files(root)}
+        replace_file(root / CHECKSUMS, _canonical(sums))
+
+
+def check_checksums(root: Path, progress: Callable[[int], None] | None = None) -> Iterator[tuple[Path, str]]:
+    """Yield (path, what is wrong) for each file that isn't what `checksums.json` says."""
+    path = root / CHECKSUMS
+    try:
+        data = read_regular(path, _LIMIT_BYTES)
+        sums = json.loads(data)
+        entries_whole = all(set(entry) == {"bytes", "xxh3_128"} for entry in sums.values())
+        if data != _canonical(sums) or not entries_whole:
+            yield path, "its content isn't as it was written"
+            return
+    except FileNotFoundError:
+        yield path, "missing"
+        return
+    except (OSError, StoreError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        yield path, f"can't be read: {error}"
+        return
+    try:
+        present = {file.relative_to(root).as_posix(): file for file in listed_files(root)}
+    except StoreError as error:
+        yield root / HEAD, str(error)
+        return
+    for name in sorted({*sums, *present}):
+        if name not in present:
+            yield root / name, "missing"
+        elif name not in sums:
+            yield root / name, f"not listed in {CHECKSUMS}"
+        else:
+            try:
+                got = hash_file(root / name, progress)
+            except OSError as error:
+                yield root / name, f"can't be read: {error.strerror or error}"
+                continue
+            if got["bytes"] != sums[name]["bytes"]:
+                yield root / name, f"{got['bytes']:,} bytes, expected {sums[name]['bytes']}"
+            elif got["xxh3_128"] != sums[name]["xxh3_128"]:
+                yield root / name, "its content doesn't have the hash it had when it was written"
+
+
+def _canonical(sums: Any) -> bytes:
+    return json.dumps(sums, indent=2, sort_keys=True).encode() + b"\n"

@@ -1,0 +1,188 @@
+"""Read the hidden states of single samples, by any number of threads, straight into the caller's buffers.
+
+bfloat16 rows come as uint16 (numpy has no bfloat16): `torch.from_numpy(rows).view(torch.bfloat16)` shows them
+as what they are, without a copy.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from dflash_tool.errors import StoreError
+from dflash_tool.schemas.config import LayerId
+from dflash_tool.schemas.manifest import Manifest
+from dflash_tool.store.arrays import RawArray, ZarrArray, open_array
+from dflash_tool.store.files import want_open_files
+from dflash_tool.store.index import CommittedIndex
+from dflash_tool.store.layout import NUMPY_DTYPE, shard_path
+from dflash_tool.store.manifest import read_manifest
+from dflash_tool.store.recover import read_index
+from dflash_tool.store.samples import Samples
+
+_WANTED_FILES = 4096
+_SPARE_FILES = 256
+
+
+class HiddenStore:
+    """A store opened for reading. `samples` has N rows, numbered as in `samples.arrow`.
+
+    manifest: what the numbers are. index: the committed samples. layers: what is stored. located [N] int64:
+    the place of each sample in `index`, -1 where it isn't committed. At most `max_open` files stay open.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest, samples: Samples, max_open: int | None = None) -> None:
+        self.root = root
+        self.manifest = manifest
+        self.samples = samples
+        self.layers: tuple[LayerId, ...] = manifest.layers
+        self.width = manifest.target.hidden_size
+        self.dtype: np.dtype[Any] = NUMPY_DTYPE[manifest.store_dtype]
+        self.index: CommittedIndex
+        self.located: NDArray[np.int64]
+        self._max_open = max_open or max(16, want_open_files(_WANTED_FILES) - _SPARE_FILES)
+        self._arrays: OrderedDict[tuple[int, LayerId], RawArray | ZarrArray] = OrderedDict()
+        self._lock = threading.Lock()
+        self._sorted: tuple[NDArray[np.int64], NDArray[np.uint64]] | None = None
+        self.refresh()
+
+    @classmethod
+    def open(cls, root: Path, *, max_open: int | None = None) -> "HiddenStore":
+        """Open a store, complete or still growing.
+
+        Raises `StoreError` if the manifest, the samples or an index is missing or damaged.
+        """
+        return cls(root, read_manifest(root), Samples.open(root), max_open)
+
+    @property
+    def committed(self) -> NDArray[np.bool_]:
+        """[N] whether each sample's rows are there."""
+        return self.located >= 0
+
+    def refresh(self) -> int:
+        """Look for newly committed shards; returns how many samples are committed now."""
+        index = read_index(self.root, self.layers)
+        located = index.find(self.samples.sample_ids)
+        with self._lock:
+            self._arrays.clear()  # shards are numbered anew
+            self.index, self.located = index, located
+        return len(index)
+
+    def row_of(self, sample_id: bytes) -> int:
+        """The row of a sample id. Raises `StoreError` if the store has no such sample."""
+        words = np.frombuffer(sample_id, "<u8")
+        with self._lock:
+            if self._sorted is None:
+                order = np.argsort(self.samples.ids[:, 0], kind="stable")
+                self._sorted = order, self.samples.ids[order, 0]
+            order, first_words = self._sorted
+        left, right = (np.searchsorted(first_words, words[0], side) for side in ("left", "right"))
+        for row in order[left:right]:
+            if self.samples.ids[row, 1] == words[1]:
+                return int(row)
+        raise StoreError(f"the store {self.root} has no sample {sample_id.hex()}")
+
+    def read(
+        self,
+        sample: int | bytes,
+        layers: Sequence[LayerId] | None = None,
+        out: Mapping[LayerId, NDArray[Any]] | None = None,
+        *,
+        verify: bool = False,
+    ) -> dict[LayerId, NDArray[Any]]:
+        """The rows of one sample: a layer's array [T, H] of the store dtype.
+
+        sample: its row or its id. layers: default all. out: a layer's C-contiguous array [T, H] to read into;
+        without it new arrays are made. verify: check the rows against their hash. Thread-safe.
+        Raises `StoreError` (naming sample, shard, rows, file) if it isn't committed, damaged or unreadable,
+        and `ValueError` for an `out` of another form or a layer that isn't stored.
+        """
+        row = self.row_of(sample) if isinstance(sample, bytes) else int(sample)
+        with self._lock:
+            index, place = self.index, int(self.located[row])
+        if place < 0:
+            raise StoreError(
+                f"sample {self.samples.sample_id(row).hex()} (row {row}, {self.samples.source(row)}) is not "
+                f"in the store {self.root}: run extract again to finish it"
+            )
+        length = int(index.length[place])
+        if length != self.samples.lengths[row]:
+            what = f"the index says {length} rows, samples.arrow {self.samples.lengths[row]}"
+            raise self._bad(index, place, what)
+        result: dict[LayerId, NDArray[Any]] = {}
+        for layer in self.layers if layers is None else layers:
+            if layer not in self.layers:
+                raise ValueError(f"layer {layer} isn't stored, only {', '.join(map(str, self.layers))}")
+            buffer = np.empty((length, self.width), self.dtype) if out is None else out[layer]
+            shape = (length, self.width)
+            if buffer.shape != shape or buffer.dtype != self.dtype or not buffer.flags.c_contiguous:
+                raise ValueError(
+                    f"out[{layer}] is {buffer.dtype} {buffer.shape}, expected C-contiguous {self.dtype} "
+                    f"{shape}"
+                )
+            self._read_layer(index, place, layer, buffer, verify)
+            result[layer] = buffer
+        return result
+
+    def close(self) -> None:
+        """Close the array files; a later read opens them again."""
+        with self._lock:
+            self._arrays.clear()
+
+    def __enter__(self) -> "HiddenStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_layer(
+        self, index: CommittedIndex, place: int, layer: LayerId, buffer: NDArray[Any], verify: bool
+    ) -> None:
+        start = int(index.row_start[place])
+        try:
+            array = self._array(index, place, layer)
+            if start + len(buffer) > array.rows:
+                raise self._bad(index, place, f"layer {layer} has {array.rows} rows")
+            array.read_into(start, buffer)
+        except OSError as error:
+            raise self._bad(index, place, f"layer {layer}: {error.strerror or error}") from error
+        except StoreError as error:
+            raise self._bad(index, place, f"layer {layer}: {error}") from error
+        if verify:
+            got = xxhash.xxh3_64_intdigest(buffer.data)
+            expected = int(index.hashes[place, self.layers.index(layer)])
+            if got != expected:
+                what = f"the rows of layer {layer} have hash {got:016x}, expected {expected:016x}"
+                raise self._bad(index, place, f"{what}: they changed since they were written")
+
+    def _array(self, index: CommittedIndex, place: int, layer: LayerId) -> RawArray | ZarrArray:
+        key = (int(index.shard[place]), layer)
+        with self._lock:
+            array = self._arrays.get(key) if index is self.index else None
+            if array is not None:
+                self._arrays.move_to_end(key)
+                return array
+        name = index.shards[key[0]]
+        array = open_array(shard_path(self.root, name), layer, self.width, self.manifest.store_dtype)
+        with self._lock:
+            if index is self.index:
+                self._arrays[key] = array
+                while len(self._arrays) > self._max_open:
+                    self._arrays.popitem(last=False)
+        return array
+
+    def _bad(self, index: CommittedIndex, place: int, what: str) -> StoreError:
+        name = index.shards[index.shard[place]]
+        return StoreError(
+            f"sample {index.sample_ids[place].as_py().hex()} (shard {name}, rows {index.row_start[place]} to "
+            f"{index.row_start[place] + index.length[place] - 1}) of {self.root} can't be read: {what}. "
+            "`dflash stats --verify` lists what is damaged, extract makes it again"
+        )

@@ -1,0 +1,249 @@
+"""Is every byte of a store what was written? Every file is read and held against a hash or its only form.
+
+| file | held against |
+|---|---|
+| manifest.json | the checksum in it; samples.arrow's counts |
+| samples.arrow, head/* | checksums.json (itself in canonical form) |
+| index/*.parquet | the hash in its shard's group attributes |
+| shards/*/zarr.json, hidden/*/zarr.json | the bytes the writer makes |
+| hidden/<layer>/c/0/0 | rows: the index's hash of each sample; padding: zero; chunk index: its bytes |
+
+and the whole: indexes without shards and the reverse, samples twice, samples absent from a complete store.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from dflash_tool.errors import StoreError
+from dflash_tool.schemas.config import LayerId
+from dflash_tool.schemas.manifest import Manifest
+from dflash_tool.store.arrays import DamagedArrayError, RawArray, ZarrArray, open_array
+from dflash_tool.store.checksums import check_checksums, listed_files
+from dflash_tool.store.index import (
+    ShardIndex,
+    join_indexes,
+    read_attributes,
+    read_shard_index,
+    shard_attributes,
+)
+from dflash_tool.store.layout import (
+    MANIFEST,
+    NUMPY_DTYPE,
+    SAMPLES,
+    ShardName,
+    array_dir,
+    array_document,
+    array_file,
+    group_document,
+    index_path,
+    padded_rows,
+    shard_path,
+)
+from dflash_tool.store.manifest import read_manifest, settings_fingerprint
+from dflash_tool.store.samples import Samples
+from dflash_tool.store.scan import Scan, scan
+
+_BLOCK_BYTES = 1 << 23
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that isn't as it should be. `shard`: to be dropped (`recover.drop_shards`) and made again."""
+
+    kind: str  # manifest, checksum, samples, missing, extra, index, document, array, rows, twice, absent
+    path: Path
+    detail: str
+    shard: ShardName | None = None
+    sample_ids: tuple[bytes, ...] = ()
+
+
+def bytes_to_verify(root: Path) -> int:
+    """Bytes that a full `verify` reads: the total of its progress."""
+    files = listed_files(root)
+    for name in scan(root).committed:
+        files += [path for path in shard_path(root, name).rglob("*") if path.name != "zarr.json"]
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def verify(
+    root: Path, *, rehash: bool = True, progress: Callable[[int], None] | None = None
+) -> Iterator[Damage]:
+    """Yield all damage in a store; nothing is changed.
+
+    rehash: read and hash everything; without it only names, sizes, documents, indexes and chunk indexes are
+    checked. progress: called with the bytes just read (their sum is about `bytes_to_verify`).
+    """
+    progress = progress or (lambda count: None)
+    samples_good = True
+    if rehash:
+        for path, what in check_checksums(root, progress):
+            samples_good = samples_good and path != root / SAMPLES
+            yield Damage("checksum", path, what)
+    samples = None
+    if samples_good:
+        try:
+            samples = Samples.open(root)
+        except StoreError as error:
+            yield Damage("samples", root / SAMPLES, str(error))
+    try:
+        manifest = read_manifest(root)
+        found = scan(root)
+    except StoreError as error:
+        yield Damage("manifest", root / MANIFEST, str(error))
+        return
+    if samples is not None:
+        said, held = (manifest.samples, manifest.tokens), (len(samples), int(samples.lengths.sum()))
+        if said != held:
+            what = f"it says {said[0]} samples of {said[1]} tokens, {SAMPLES} has {held[0]} of {held[1]}"
+            yield Damage("manifest", root / MANIFEST, what)
+    yield from _names(root, manifest, found)
+    parts: list[ShardIndex] = []
+    for name in found.committed:
+        try:
+            index = read_shard_index(root, name, manifest.layers)
+        except StoreError as error:
+            yield Damage("index", index_path(root, name), str(error), name)
+            continue
+        parts.append(index)
+        yield from _documents(root, manifest, index)
+        for layer in manifest.layers:
+            yield from _array(root, manifest, index, layer, rehash, progress)
+    yield from _whole(root, manifest, samples, parts)
+
+
+def _names(root: Path, manifest: Manifest, found: Scan) -> Iterator[Damage]:
+    for name in sorted(found.indexes - found.shards):
+        ids: tuple[bytes, ...] = ()
+        with suppress(StoreError):
+            ids = tuple(read_shard_index(root, name, manifest.layers).sample_ids.to_pylist())
+        yield Damage("missing", shard_path(root, name), "its index is there, the shard is missing", name, ids)
+    for name in sorted(found.shards - found.indexes):
+        yield Damage("missing", index_path(root, name), "the shard is there, its index is missing", name)
+    for path in found.foreign:
+        if path.suffix in (".zarr", ".parquet"):
+            yield Damage("extra", path, "no name that dflash gives")
+    if manifest.complete:
+        for path in found.temporary:
+            yield Damage("extra", path, "unfinished, in a store that is complete")
+
+
+def _documents(root: Path, manifest: Manifest, index: ShardIndex) -> Iterator[Damage]:
+    shard = shard_path(root, index.name)
+    settings = read_attributes(root, index.name).get("dflash_settings")
+    if settings and settings != settings_fingerprint(manifest):
+        yield Damage("document", shard / "zarr.json", "it is of a store with other settings", index.name)
+    group = group_document(shard_attributes(index_path(root, index.name).read_bytes(), str(settings or "")))
+    for path, expected in ((shard / "zarr.json", group), (shard / "hidden" / "zarr.json", group_document())):
+        if what := _differs(path, expected):
+            yield Damage("document", path, what, index.name)
+
+
+def _array(
+    root: Path,
+    manifest: Manifest,
+    index: ShardIndex,
+    layer: LayerId,
+    rehash: bool,
+    progress: Callable[[int], None],
+) -> Iterator[Damage]:
+    shard, width, dtype = shard_path(root, index.name), manifest.target.hidden_size, manifest.store_dtype
+    everything = tuple(index.sample_ids.to_pylist())
+    path = array_file(shard, layer)
+    try:
+        array = open_array(shard, layer, width, dtype)
+        if array.rows != index.rows:
+            what = f"{array.rows:,} rows, its index has {index.rows:,}"
+            yield Damage("array", array_dir(shard, layer), what, index.name, everything)
+            return
+        if isinstance(array, RawArray):
+            document = array_dir(shard, layer) / "zarr.json"
+            if what := _differs(document, array_document(index.rows, width, dtype)):
+                yield Damage("document", document, what, index.name)
+            padding = array.read_bytes(
+                index.rows * manifest.layer_row_bytes,
+                (padded_rows(index.rows) - index.rows) * manifest.layer_row_bytes,
+            )
+            if any(padding):
+                yield Damage("array", path, "the padding after its last row isn't zero", index.name)
+        if rehash:
+            bad = tuple(_changed_samples(array, manifest, index, layer, progress))
+            if bad:
+                what = f"{len(bad)} samples don't have the rows that were written, the first {bad[0].hex()}"
+                yield Damage("rows", path, what, index.name, bad)
+    except DamagedArrayError as error:
+        yield Damage("array", error.path, error.what, index.name, everything)
+    except OSError as error:
+        yield Damage("array", path, f"can't be read: {error.strerror or error}", index.name, everything)
+
+
+def _changed_samples(
+    array: RawArray | ZarrArray,
+    manifest: Manifest,
+    index: ShardIndex,
+    layer: LayerId,
+    progress: Callable[[int], None],
+) -> Iterator[bytes]:
+    """Ids of samples whose rows don't have their hash; whole samples are read in blocks of some MiB."""
+    column = manifest.layers.index(layer)
+    ends = index.row_start + index.length
+    block_rows = max(1, _BLOCK_BYTES // manifest.layer_row_bytes)
+    first = 0
+    while first < len(ends):
+        start = int(index.row_start[first])
+        last = max(first + 1, int(np.searchsorted(ends, start + block_rows, side="right")))
+        block = np.empty((int(ends[last - 1]) - start, array.width), NUMPY_DTYPE[manifest.store_dtype])
+        array.read_into(start, block)
+        progress(block.nbytes)
+        for i in range(first, last):
+            rows = block[index.row_start[i] - start : ends[i] - start]
+            if xxhash.xxh3_64_intdigest(rows.data) != index.hashes[i, column]:
+                yield index.sample_ids[i].as_py()
+        first = last
+
+
+def _whole(
+    root: Path, manifest: Manifest, samples: Samples | None, parts: list[ShardIndex]
+) -> Iterator[Damage]:
+    try:
+        index = join_indexes(manifest.layers, parts)
+    except StoreError as error:
+        yield Damage("twice", root / "index", str(error))
+        return
+    if samples is None:
+        return
+    located = index.find(samples.sample_ids)
+    here = located >= 0
+    unknown = np.setdiff1d(np.arange(len(index)), located[here])
+    wrong = np.zeros(len(samples), bool)
+    wrong[here] = index.length[located[here]] != samples.lengths[here]
+    buckets = np.array([name.bucket for name in index.shards], np.int32)
+    wrong[here] |= buckets[index.shard[located[here]]] != samples.buckets[here]
+    findings = ((unknown, f"not in {SAMPLES}"), (located[wrong], f"length or bucket not as in {SAMPLES}"))
+    for places, what in findings:
+        for position in np.unique(index.shard[places]):
+            name = index.shards[position]
+            ids = [index.sample_ids[int(i)].as_py() for i in places if index.shard[i] == position]
+            detail = f"{len(ids)} samples: {what}, the first {ids[0].hex()}"
+            yield Damage("index", index_path(root, name), detail, name, tuple(ids))
+    if manifest.complete:
+        quarantined = {bytes.fromhex(sample_id) for sample_id in manifest.quarantined}
+        missing = [samples.sample_id(int(row)) for row in np.flatnonzero(~here)]
+        absent = [sample_id for sample_id in missing if sample_id not in quarantined]
+        if absent:
+            what = f"{len(absent)} samples of a complete store are in no shard, the first {absent[0].hex()}"
+            yield Damage("absent", root / "shards", what, None, tuple(absent))
+
+
+def _differs(path: Path, expected: bytes) -> str:
+    try:
+        found = path.read_bytes()
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"can't be read: {error.strerror or error}"
+    return "" if found == expected else "its content isn't as it was written"

@@ -1,0 +1,296 @@
+"""Hidden states -> committed shards: rows are streamed to disk as they come, padding never is.
+
+One open shard a bucket, in `shards/.tmp-<name>.zarr`. Commit of a shard, each step durable before the next:
+
+1. array files: zero rows up to the end of the last chunk, chunk index, crc; fsync
+2. `zarr.json` documents; fsync of files and folders
+3. index: temporary file, fsync, rename, fsync of `index/`
+4. the shard's folder: rename, fsync of `shards/`
+
+A shard is committed iff index and folder are both there, so a kill between any two steps leaves leftovers
+that `recover` deletes, never a shard that looks whole and isn't.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from dflash_tool.schemas.config import STORE_ITEMSIZE, LayerId, StoreDtype
+from dflash_tool.store.files import disk_errors, fsync_path, want_open_files, write_all, write_durable
+from dflash_tool.store.index import encode_index, shard_attributes
+from dflash_tool.store.layout import (
+    NUMPY_DTYPE,
+    ShardName,
+    array_dir,
+    array_document,
+    array_file,
+    array_file_bytes,
+    chunk_index,
+    group_document,
+    index_dir,
+    index_path,
+    padded_rows,
+    shard_path,
+    shards_dir,
+)
+from dflash_tool.store.scan import scan
+
+_SPARE_FILES = 256
+_WRITE_BYTES = 1 << 20
+
+
+@dataclass
+class WriterCounters:
+    """What a writer has done so far; read by progress displays from other threads."""
+
+    bytes_written: int = 0  # into array files: rows, then padding and chunk index at the commit
+    rows: int = 0  # appended, one a token
+    samples: int = 0  # appended
+    shards_committed: int = 0
+    samples_committed: int = 0
+
+
+@dataclass
+class _OpenShard:
+    name: ShardName
+    opened: float
+    files: dict[LayerId, int]
+    sample_ids: list[bytes] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    hashes: list[list[int]] = field(default_factory=list)  # one list a layer
+    rows: int = 0
+
+
+class ShardWriter:
+    """Writes the rows of samples into shards under `root`. Owned by one thread; no two writers share a rank.
+
+    layer_ids: the stored layers, in the order of the index's hashes. shard_bytes: a shard is committed once
+    its rows (over all layers) reach this size; it may pass it by one batch. commit_every: age in seconds
+    at which `commit_due` commits a shard. settings: fingerprint of the settings, kept in each shard.
+
+    Disk errors raise `StoreError`; the shard that was being written is dropped, committed ones stay good, and
+    the other open shards can still be committed.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        layer_ids: Sequence[LayerId],
+        hidden_size: int,
+        store_dtype: StoreDtype,
+        rank: int = 0,
+        shard_bytes: int = 1 << 30,
+        commit_every: float = 120.0,
+        settings: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.root = root
+        self.layers = tuple(layer_ids)
+        self.hidden_size = hidden_size
+        self.store_dtype = store_dtype
+        self.rank = rank
+        self.shard_bytes = shard_bytes
+        self.commit_every = commit_every
+        self.settings = settings
+        self.counters = WriterCounters()
+        self._clock = clock
+        self._dtype: np.dtype[Any] = NUMPY_DTYPE[store_dtype]
+        self._row_bytes = hidden_size * STORE_ITEMSIZE[store_dtype]
+        self._open: dict[int, _OpenShard] = {}
+        with disk_errors(root, "create the store's folders in"):
+            shards_dir(root).mkdir(parents=True, exist_ok=True)
+            index_dir(root).mkdir(exist_ok=True)
+            fsync_path(root)
+        self._next_number = scan(root).next_number
+
+        # Numbers this writer has given out, by bucket: an abandoned one isn't used again.
+        self._numbers: dict[int, int] = {}
+
+    def append(
+        self,
+        bucket: int,
+        sample_ids: Sequence[bytes],
+        lengths: Sequence[int],
+        rows: Mapping[LayerId, NDArray[Any]],
+    ) -> None:
+        """Write the rows of some samples of one bucket.
+
+        rows: a layer's array [sum(lengths), H] of the store dtype (uint16 bits for bfloat16), C-contiguous,
+        real rows only, in the order of `sample_ids`. When this returns the rows are in the shard's files.
+        Raises `ValueError` for arrays of another form and `StoreError` when the disk refuses.
+        """
+        if not sample_ids:
+            return
+        total = self._check(bucket, sample_ids, lengths, rows)
+        shard = self._open.get(bucket)
+        try:
+            if shard is None:
+                shard = self._start_shard(bucket)
+            with disk_errors(self.root, "write to"):
+                for position, layer in enumerate(self.layers):
+                    data = rows[layer].data.cast("B")
+                    shard.hashes[position] += self._write_rows(shard.files[layer], data, lengths)
+                    self.counters.bytes_written += data.nbytes
+        except BaseException:
+            self._drop(bucket)
+            raise
+        shard.sample_ids += sample_ids
+        shard.lengths += (int(length) for length in lengths)
+        shard.rows += total
+        self.counters.rows += total
+        self.counters.samples += len(sample_ids)
+        if shard.rows * self._row_bytes * len(self.layers) >= self.shard_bytes:
+            self._commit(bucket)
+
+    def commit_due(self) -> None:
+        """Commit the shards that were opened at least `commit_every` seconds ago."""
+        now = self._clock()
+        for bucket in [b for b, shard in self._open.items() if now - shard.opened >= self.commit_every]:
+            self._commit(bucket)
+
+    def commit_all(self) -> None:
+        """Commit every open shard: at the end of a run, or when a signal ends it."""
+        for bucket in list(self._open):
+            self._commit(bucket)
+
+    def abandon(self) -> None:
+        """Drop every open shard and its files; committed shards stay."""
+        for bucket in list(self._open):
+            self._drop(bucket)
+
+    def seconds_until_due(self) -> float | None:
+        """Seconds until `commit_due` has something to do (0 if now); None without an open shard."""
+        if not self._open:
+            return None
+        oldest = min(shard.opened for shard in self._open.values())
+        return max(0.0, oldest + self.commit_every - self._clock())
+
+    def _check(
+        self,
+        bucket: int,
+        sample_ids: Sequence[bytes],
+        lengths: Sequence[int],
+        rows: Mapping[LayerId, NDArray[Any]],
+    ) -> int:
+        total = sum(int(length) for length in lengths)
+        if bucket < 0 or len(sample_ids) != len(lengths) or min(lengths) < 1:
+            raise ValueError(f"bucket {bucket}: {len(sample_ids)} sample ids with lengths {list(lengths)}")
+        expected = (total, self.hidden_size)
+        for layer in self.layers:
+            array = rows[layer]
+            if array.shape != expected or array.dtype != self._dtype or not array.flags.c_contiguous:
+                raise ValueError(
+                    f"layer {layer}: got {array.dtype} {array.shape} (C-contiguous: "
+                    f"{array.flags.c_contiguous}), expected C-contiguous {self._dtype} {expected}"
+                )
+        return total
+
+    def _write_rows(self, fd: int, data: memoryview, lengths: Sequence[int]) -> list[int]:
+        """Hash each sample and write it while it is in the cache. Small samples share a write."""
+        hashes = []
+        written = end = 0
+        for length in lengths:
+            start, end = end, end + int(length) * self._row_bytes
+            hashes.append(xxhash.xxh3_64_intdigest(data[start:end]))
+            if end - written >= _WRITE_BYTES or end == data.nbytes:
+                write_all(fd, data[written:end])
+                written = end
+        return hashes
+
+    def _start_shard(self, bucket: int) -> _OpenShard:
+        if bucket not in self._numbers:
+            self._numbers[bucket] = self._next_number(bucket, self.rank)
+        name = ShardName(bucket, self.rank, self._numbers[bucket])
+        self._numbers[bucket] += 1
+        shard = _OpenShard(name, self._clock(), {}, hashes=[[] for _ in self.layers])
+        self._open[bucket] = shard
+        want_open_files((len(self._open) + 1) * len(self.layers) + _SPARE_FILES)
+        folder = shard_path(self.root, name, temporary=True)
+        with disk_errors(folder, "create"):
+            folder.mkdir()
+            for layer in self.layers:
+                path = array_file(folder, layer)
+                path.parent.mkdir(parents=True)
+                shard.files[layer] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        return shard
+
+    def _commit(self, bucket: int) -> None:
+        shard = self._open[bucket]
+        try:
+            with disk_errors(self.root, f"commit shard {shard.name} to"):
+                self._finish_files(shard)
+                index = encode_index(
+                    self.layers,
+                    shard.sample_ids,
+                    np.array(shard.lengths, np.int32),
+                    np.array(shard.hashes, np.uint64).T,
+                )
+                self._write_documents(shard, index)
+                publish(self.root, shard.name, index)
+        except BaseException:
+            self._drop(bucket)
+            raise
+        del self._open[bucket]
+        self.counters.shards_committed += 1
+        self.counters.samples_committed += len(shard.sample_ids)
+
+    def _finish_files(self, shard: _OpenShard) -> None:
+        padding = bytes((padded_rows(shard.rows) - shard.rows) * self._row_bytes)
+        end = padding + chunk_index(shard.rows, self._row_bytes)
+        for layer, fd in shard.files.items():
+            write_all(fd, memoryview(end))
+            os.fsync(fd)
+            size = os.fstat(fd).st_size
+            if size != array_file_bytes(shard.rows, self._row_bytes):
+                raise OSError(f"array file of layer {layer} has {size} bytes after writing")
+            self.counters.bytes_written += len(end)
+        self._close_files(shard)
+
+    def _write_documents(self, shard: _OpenShard, index: bytes) -> None:
+        folder = shard_path(self.root, shard.name, temporary=True)
+        write_durable(folder / "zarr.json", group_document(shard_attributes(index, self.settings)))
+        write_durable(folder / "hidden" / "zarr.json", group_document())
+        document = array_document(shard.rows, self.hidden_size, self.store_dtype)
+        for layer in self.layers:
+            write_durable(array_dir(folder, layer) / "zarr.json", document)
+            for child in ("c/0", "c", "."):
+                fsync_path(array_dir(folder, layer) / child)
+        fsync_path(folder / "hidden")
+        fsync_path(folder)
+
+    def _close_files(self, shard: _OpenShard) -> None:
+        while shard.files:
+            os.close(shard.files.popitem()[1])
+
+    def _drop(self, bucket: int) -> None:
+        """Forget an open shard and delete what is there of it; a failure to delete is left to `recover`."""
+        shard = self._open.pop(bucket, None)
+        if shard is None:
+            return
+        with suppress(OSError):
+            self._close_files(shard)
+        shutil.rmtree(shard_path(self.root, shard.name, temporary=True), ignore_errors=True)
+        with suppress(OSError):
+            index_path(self.root, shard.name, temporary=True).unlink(missing_ok=True)
+            if not shard_path(self.root, shard.name).exists():
+                index_path(self.root, shard.name).unlink(missing_ok=True)
+
+
+def publish(root: Path, name: ShardName, index: bytes) -> None:
+    """Steps 3 and 4 of a commit: from a finished temporary shard to a committed one."""
+    temporary = index_path(root, name, temporary=True)
+    write_durable(temporary, index)
+    os.rename(temporary, index_path(root, name))
+    fsync_path(index_dir(root))
+    os.rename(shard_path(root, name, temporary=True), shard_path(root, name))
+    fsync_path(shards_dir(root))

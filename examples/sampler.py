@@ -1,0 +1,127 @@
+"""Batched decoding for a small model on a CPU: answer many prompts of different lengths, greedy and sampled mixed.
+
+Requests are sorted by their limit and prompt length and cut into batches, so that rows of a batch start and stop
+together. A batch is padded on the left, prefilled once, and then advanced one token a step on the key-value cache. Rows that are
+done are dropped from the cache once a quarter of the batch is done: the cost of a step follows the rows that are left.
+
+A row is done at its end-of-turn token, at its limit, or, hopeless, when it loops: less than ``LOOP_SHARE`` of its
+4-grams are distinct. Numbers depend on (model, requests, seed, batch size) alone; arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+LOOP_SHARE = 0.4
+LOOK_EVERY = 16  # steps between two looks at who is done or looping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """``temperature`` 0 is greedy. ``limit`` counts generated tokens, the end-of-turn token not included."""
+
+    prompt: list[int]
+    limit: int
+    temperature: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """``ids`` without the end-of-turn token; ``ended``: the model itself ended it; ``looped``: given up."""
+
+    ids: list[int]
+    ended: bool
+    looped: bool
+
+
+def distinct_share(ids: Sequence[int], n: int = 4) -> float:
+    """Distinct n-grams over n-grams; 1 for a text shorter than ``n``."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+class Sampler:
+    """Answers requests with one model; ``banned`` tokens are never generated."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, pad: int, end: int, banned: list[int], top_p: float, batch_size: int, seed: int
+    ) -> None:
+        self._model = model
+        self._pad, self._end, self._banned = pad, end, banned
+        self._top_p = top_p
+        self._batch_size = batch_size
+        self._noise = torch.Generator().manual_seed(seed)
+
+    def answer(self, requests: Sequence[Request], progress: Callable[[int], None]) -> list[Answer]:
+        """One answer a request, in their order; ``progress`` hears the number of rows done after each batch."""
+        order = sorted(range(len(requests)), key=lambda i: (requests[i].limit, len(requests[i].prompt), i))
+        answers: dict[int, Answer] = {}
+        for at in range(0, len(order), self._batch_size):
+            rows = order[at : at + self._batch_size]
+            with torch.inference_mode():
+                answers.update(zip(rows, self._batch([requests[i] for i in rows]), strict=True))
+            progress(len(answers))
+        return [answers[i] for i in range(len(requests))]
+
+    def _batch(self, requests: list[Request]) -> list[Answer]:
+        width = max(len(request.prompt) for request in requests)
+        ids_BT = torch.full((len(requests), width), self._pad)
+        mask_BT = torch.zeros((len(requests), width), dtype=torch.long)
+        for row, request in enumerate(requests):
+            ids_BT[row, width - len(request.prompt) :] = torch.tensor(request.prompt)
+            mask_BT[row, width - len(request.prompt) :] = 1
+        position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+        temperature_B = torch.tensor([request.temperature for request in requests])
+        cache = DynamicCache(config=self._model.config)
+        live = list(range(len(requests)))  # the request of each row that is still in the batch
+        written: list[list[int]] = [[] for _ in requests]
+        done: dict[int, Answer] = {}
+        step = 0
+        while True:
+            logits_BV = self._model(
+                input_ids=ids_BT,
+                attention_mask=mask_BT,
+                position_ids=position_BT,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            next_B = self._draw(logits_BV, temperature_B)
+            for row, token in enumerate(next_B.tolist()):
+                at = live[row]
+                if at in done:
+                    continue
+                if token == self._end or len(written[at]) == requests[at].limit:
+                    done[at] = Answer(ids=written[at], ended=token == self._end, looped=False)
+                else:
+                    written[at].append(token)
+            step += 1
+            if step % LOOK_EVERY == 0:
+                for at in live:
+                    if at not in done and distinct_share(written[at][-256:]) < LOOP_SHARE:
+                        done[at] = Answer(ids=written[at], ended=False, looped=True)
+            if len(done) == len(requests):
+                return [done[at] for at in range(len(requests))]
+            ids_BT, position_BT = next_B[:, None], position_BT[:, -1:] + 1
+            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(live), 1)], dim=1)
+            keep = [row for row, at in enumerate(live) if at not in done]
+            if len(keep) < 0.75 * len(live):
+                kept = torch.tensor(keep)
+                cache.batch_select_indices(kept)
+                ids_BT, mask_BT, position_BT = ids_BT[kept], mask_BT[kept], position_BT[kept]
+                temperature_B = temperature_B[kept]
+                live = [live[row] for row in keep]
+
+    def _draw(self, logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
+        """The next token of every row: the best one, or one of the nucleus of mass ``top_p``."""
+        logits_BV = logits_BV.float()
+        logits_BV[:, self._banned] = -torch.inf
+        best_B = logits_BV.argmax(-1)
+        share_BV, token_BV = (logits_BV / temperature_B.clamp(min=1e-3)[:, None]).softmax(-1).sort(-1, descending=True)
+        share_BV[share_BV.cumsum(-1) - share_BV > self._top_p] = 0
+        drawn_B1 = torch.multinomial(share_BV, 1, generator=self._noise)
+        return torch.where(temperature_B > 0, token_BV.gather(1, drawn_B1)[:, 0], best_B)

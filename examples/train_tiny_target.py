@@ -1,0 +1,260 @@
+"""Train the tiny target: a Qwen3 model of 2.7 M parameters with its own tokenizer, on one CPU thread.
+
+    python examples/train_tiny_target.py --docs /usr/share/doc/python3.11/html --stdlib /usr/lib/python3.11 \\
+        --chitchat chitchat_dataset/dataset.json --out examples/tiny-target --work /tmp/tiny-work
+
+1. Read the corpus (``corpus.py``) and learn the tokenizer (``tiny_tokenizer.py``) from what is not held out.
+2. Pack the rendered chats into rows. Every row begins where a chat (or a piece of a long one) begins and is filled up
+   with whole others, best fit first. There are rows of 512 tokens and rows of 1,536 (about a quarter of all tokens),
+   so that long answers stay language. Rows are shuffled; both shapes occur all along the run.
+3. AdamW on fp32 weights (``--compile`` also runs the forward in bf16 autocast: nearly twice as fast), warm-up and
+   cosine, gradient clipped at 1, next-token loss on every token.
+4. Measure held-out bits per byte by source, write the model in bf16 to a folder beside ``--out`` and rename it.
+
+``--work`` gets the same model folder every few minutes (``latest/``), so that a run can be stopped at any moment.
+``--tokens 0`` writes an untrained model at once: right tokenizer and shapes, for those who develop against it.
+Same folders, seed and torch build: same run, unless ``--max-minutes`` (which hurries the schedule on a slow
+machine) cuts it short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from corpus import SOURCES, Chat, draw, read_corpus
+from tiny_tokenizer import VOCAB_SIZE, train_tokenizer
+
+ROW_SHAPES = ((512, 4), (1536, 2))  # tokens a row, rows a step
+MAX_POSITIONS = 2048
+Tokens = NDArray[np.int64]
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """A freshly initialised target, fp32."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=160,
+            intermediate_size=448,
+            num_hidden_layers=8,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=MAX_POSITIONS,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def encode(chats: list[Chat], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Token ids of the rendered chats."""
+    rendered = [tokenizer.apply_chat_template(chat.messages, tokenize=False) for chat in chats]
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def pack(pieces: list[list[int]], width: int, rng: np.random.Generator, buffer: int = 128) -> Tokens:
+    """Rows ``[n, width]`` of whole pieces (at most ``width`` long), best fit first.
+
+    Out of ``buffer`` waiting pieces the longest one that fits is laid down next; where none fits, the shortest is
+    cropped to the room that is left, so no row holds padding.
+    """
+    queue = [pieces[i] for i in rng.permutation(len(pieces))]
+    waiting: list[list[int]] = []
+    rows: list[list[int]] = []
+    row: list[int] = []
+    while queue or waiting:
+        while queue and len(waiting) < buffer:
+            waiting.append(queue.pop())
+        room = width - len(row)
+        fitting = [piece for piece in waiting if len(piece) <= room]
+        best = waiting[0] if not row else max(fitting, key=len) if fitting else min(waiting, key=len)
+        waiting.remove(best)
+        row += best[:room]
+        if len(row) == width:
+            rows.append(row)
+            row = []
+    return np.array(rows, dtype=np.int64)
+
+
+def epoch_of_batches(encoded: list[list[int]], seed: int) -> list[Tokens]:
+    """One pass over the corpus as batches ``[rows, width + 1]``, the two shapes mixed in random order.
+
+    Chats of up to 512 tokens go to short rows, and so do, cut in pieces, three of five longer ones; the others go to
+    the long rows, cut only where they are longer than these.
+    """
+    rng = np.random.default_rng(seed)
+    (short, _), (long, _) = ROW_SHAPES
+    piles: dict[int, list[list[int]]] = {short: [], long: []}
+    for number, ids in enumerate(encoded):
+        width = short if len(ids) <= short or draw("short", seed, number) < 0.6 else long
+        piles[width] += [ids[at : at + width] for at in range(0, len(ids), width)]
+    batches: list[Tokens] = []
+    for width, count in ROW_SHAPES:
+        rows = pack(piles[width], width + 1, rng)
+        batches += [rows[at : at + count] for at in range(0, len(rows) - count + 1, count)]
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def endless_batches(encoded: list[list[int]], seed: int) -> Iterator[Tokens]:
+    """Epoch after epoch, each packed anew."""
+    epoch = 0
+    while True:
+        yield from epoch_of_batches(encoded, seed + epoch)
+        epoch += 1
+
+
+def next_token_loss(model: Qwen3ForCausalLM, x_BT: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of every token but the first."""
+    hidden_BTH = model.model(input_ids=x_BT[:, :-1], use_cache=False).last_hidden_state
+    return cross_entropy(model.lm_head(hidden_BTH).flatten(0, 1), x_BT[:, 1:].flatten())
+
+
+def held_out_bits_per_byte(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, chats: list[Chat]
+) -> dict[str, float]:
+    """Bits per byte of the held-out assistant turns, by source.
+
+    The bits of every assistant token and of its end-of-turn token, over the UTF-8 bytes of the content alone; chats
+    are cut at 1,536 tokens.
+    """
+    model.eval()
+    result: dict[str, float] = {}
+    end = tokenizer.eos_token_id
+    for source in SOURCES:
+        bits, size = 0.0, 0
+        for chat in (c for c in chats if c.held_out and c.source == source):
+            encoded = tokenizer.apply_chat_template(chat.messages, return_dict=True, return_assistant_tokens_mask=True)
+            ids = torch.tensor(encoded["input_ids"][: ROW_SHAPES[-1][0]])[None]
+            mask = torch.tensor(encoded["assistant_masks"][: ROW_SHAPES[-1][0]], dtype=torch.bool)[1:]
+            with torch.inference_mode():
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
+            bits += float(cross_entropy(logits[mask], ids[0, 1:][mask], reduction="sum")) / math.log(2)
+            content = [i for i in ids[0, 1:][mask].tolist() if i != end]
+            size += len(tokenizer.decode(content).encode())
+        result[source] = round(bits / max(size, 1), 4)
+    model.train()
+    return result
+
+
+def save_folder(
+    folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: dict[str, object]
+) -> None:
+    """Write model (bf16), tokenizer and ``training.json`` beside ``folder``, then rename them into place."""
+    fresh = folder.with_name(f".{folder.name}.new")
+    stale = folder.with_name(f".{folder.name}.old")
+    for leftover in (fresh, stale):
+        shutil.rmtree(leftover, ignore_errors=True)
+    copy = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+    copy.load_state_dict(model.state_dict())
+    copy.config.use_cache = True
+    copy.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        temperature=0.8,
+        top_p=0.95,
+        max_new_tokens=512,
+    )
+    copy.save_pretrained(fresh)
+    tokenizer.save_pretrained(fresh)
+    (fresh / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if folder.exists():
+        folder.rename(stale)
+    fresh.rename(folder)
+    shutil.rmtree(stale, ignore_errors=True)
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    batches: Iterator[Tokens],
+    options: argparse.Namespace,
+    checkpoint: Callable[[dict[str, object]], None],
+) -> dict[str, object]:
+    """Take ``options.tokens`` tokens; returns what was done. Warm-up over the first 2 %, cosine to a twentieth."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim != 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=options.lr,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    loss_of = torch.compile(next_token_loss, dynamic=False) if options.compile else next_token_loss
+    limit_seconds = 60 * options.max_minutes
+    start = saved = time.monotonic()
+    done, step, smooth = 0, 0, math.log(VOCAB_SIZE)
+    report: dict[str, object] = {"tokens": 0, "steps": 0}
+    while (share := max(done / options.tokens, (time.monotonic() - start) / limit_seconds)) < 1:
+        x_BT = torch.from_numpy(next(batches))
+        rate = min(1.0, share / 0.02 + 1e-3) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share)))
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * rate
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.compile):
+            loss = loss_of(model, x_BT)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        done += x_BT[:, 1:].numel()
+        step += 1
+        smooth += 0.02 * (loss.item() - smooth)
+        seconds = time.monotonic() - start
+        report = {"tokens": done, "steps": step, "seconds": round(seconds), "train_loss": round(smooth, 4)}
+        if step % 20 == 0:
+            print(f"{step} loss {smooth:.3f} {done / seconds:.0f} tok/s {share:.1%}", flush=True)
+        if time.monotonic() - saved > options.checkpoint_seconds:
+            checkpoint(report)
+            saved = time.monotonic()
+    return report
+
+
+def main() -> None:
+    """Parse, read, train, measure, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", type=Path, required=True, help="folder of Python's HTML documentation")
+    parser.add_argument("--stdlib", type=Path, required=True, help="folder of the standard library's sources")
+    parser.add_argument("--chitchat", type=Path, required=True, help="dataset.json of chitchat-dataset")
+    parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
+    parser.add_argument("--tokens", type=int, default=10_500_000, help="tokens to train on (default: about one epoch)")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="bf16 autocast and torch.compile (needs a C++ compiler)")
+    parser.add_argument("--max-minutes", type=float, default=math.inf, help="hurry the schedule to end by then")
+    parser.add_argument("--checkpoint-seconds", type=float, default=240)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.work.mkdir(parents=True, exist_ok=True)
+    chats = read_corpus(options.docs, options.stdlib, options.chitchat)
+    training = [chat for chat in chats if not chat.held_out]
+    tokenizer = train_tokenizer((m["content"] for chat in training for m in chat.messages), MAX_POSITIONS)
+    model = new_model(tokenizer, options.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{len(training)} chats to train on, {len(chats) - len(training)} held out, {parameters} parameters", flush=True)
+    report: dict[str, object] = {"tokens": 0, "steps": 0}
+    if options.tokens:
+        batches = endless_batches(encode(training, tokenizer), options.seed)
+        report = train(model, batches, options, lambda r: save_folder(options.work / "latest", model, tokenizer, r))
+        report["held_out_bits_per_byte"] = held_out_bits_per_byte(model, tokenizer, chats)
+    save_folder(options.out, model, tokenizer, {"parameters": parameters, **report})
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What a run was asked to do: frozen, validated once at the edge, saved beside every output."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
+StoreDtype = Literal["bfloat16", "float16", "float32"]
+STORE_ITEMSIZE: dict[StoreDtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+# A stored layer: the 0-based decoder layer, or the last layer's output before the final norm.
+LayerId = int | Literal["final"]
+
+
+def _int_list(value: Any) -> Any:
+    """`"1,9,17"` (command line) or `[1, 9, 17]` (YAML) -> a tuple of ints; pydantic judges the rest."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(","))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _buckets(value: Any) -> Any:
+    """`"6"`: that many buckets; `"128,512,2048"`: these upper edges."""
+    if isinstance(value, str) and "," not in value:
+        return value.strip()
+    return _int_list(value)
+
+
+class ExtractConfig(BaseModel):
+    """Everything that decides what `extract` does. Sizes in GiB and MiB are powers of two.
+
+    `buckets` is a count or explicit inclusive upper edges; `layers` are 0-based decoder layer ids (the
+    output of that layer); None means "choose by the target, the device or the machine".
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=False)
+
+    target: str
+    data: tuple[Path, ...] = Field(min_length=1)
+    out: Path
+    max_length: int | None = Field(default=None, ge=2)
+    overlength: Literal["truncate", "skip"] = "truncate"
+    turns: Literal["each", "last"] = "each"
+    chat_template: Path | None = None
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    layers: Annotated[tuple[int, ...] | None, BeforeValidator(_int_list)] = None
+    mask_token_id: int | None = Field(default=None, ge=0)
+    dtype: ComputeDtype = "auto"
+    store_dtype: StoreDtype = "bfloat16"
+    target_device: str = "auto"
+    trust_remote_code: bool = False
+    buckets: Annotated[
+        Annotated[int, Field(ge=1, le=256)] | tuple[int, ...], BeforeValidator(_buckets)
+    ] = 6
+    batch_tokens: int | None = Field(default=None, ge=1)
+    inflight_gib: float | None = Field(default=None, gt=0)
+    hs_queue_depth: int | None = Field(default=None, ge=1)
+    shard_mib: float = Field(default=1024, gt=0)
+    commit_every: float = Field(default=120, gt=0, description="seconds")
+    max_bad: float = Field(default=0.01, ge=0, le=1, description="share of samples with NaN or Inf states")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    strict: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _single_data_file(cls, values: Any) -> Any:
+        """A YAML file may say `data: chats.jsonl` for one file."""
+        if isinstance(values, dict) and isinstance(values.get("data"), str | Path):
+            return {**values, "data": [values["data"]]}
+        return values
