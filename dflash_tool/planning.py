@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dflash_tool.buckets import Batch, check_edges, choose_edges, epoch_order, extraction_batches, padding_share
 from dflash_tool.errors import ConfigError
-from dflash_tool.prompts import PrepareStats, prepare
+from dflash_tool.prompts import Preparation, PrepareOptions, PrepareStats
 from dflash_tool.resolving import CONSUMERS, TARGETS, Resolved
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.manifest import Manifest
@@ -101,9 +101,7 @@ def prepare_samples(
 ) -> tuple[Samples, tuple[int, ...], PrepareStats]:
     """Read the data, write `root/samples.arrow`, and choose the bucket edges over all lengths."""
     config, settings = resolved.config, resolved.settings
-    stream = prepare(
-        config.data,
-        resolved.tokenizer,
+    options = PrepareOptions(
         vocab_size=resolved.target.vocab_size,
         max_length=settings["max_length"],
         overlength=config.overlength,
@@ -111,6 +109,11 @@ def prepare_samples(
         template_args=config.template_args,
         mask_token_id=settings["mask_token_id"],
         strict=config.strict,
+    )
+    stream = Preparation(
+        config.data,
+        resolved.tokenizer,
+        options,
         on_progress=lambda done, total, _samples: telemetry.stage("tokenising", done, total),
     )
     with SamplesWriter(root) as writer:

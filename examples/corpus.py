@@ -1,16 +1,18 @@
 """Three free text sources, all put in chat form: the corpus of the tiny target.
 
-* ``docs``: the pages of Debian's ``python3.11-doc``. Every section, and every documented function or class, is an
-  answer to a question about its title.
-* ``stdlib``: the standard library's sources. Every function and class is an answer to "show me ..." or "complete ...".
+* ``docs``: the pages of Debian's ``python3.11-doc``. Every section, and every documented function or class,
+  is an answer to a question about its title.
+* ``stdlib``: the standard library's sources. Every function and class is an answer to "show me ..." or
+  "complete ...".
 * ``chitchat``: the two-person chats of the PyPI package ``chitchat-dataset``; the first speaker is the user.
 
-A chat is one document with an identity (page, file or conversation); the *identity* is hashed to decide whether it is
-held out, so no text is on both sides. Everything else that looks random (which phrasing, which neighbours are joined
-into one chat of several turns) is a hash of the text too: the same folders give the same corpus, in the same order.
+A chat is one document with an identity (page, file or conversation); the *identity* is hashed to decide whether
+it is held out, so no document is on both sides. Everything else that looks random (which phrasing, which
+neighbours are joined into one chat of several turns) is a hash too: the same folders give the same corpus, in
+the same order.
 
-All text is reduced to ASCII (typographic quotes and dashes are replaced, the rest is dropped): a tiny model is to
-spend its capacity on language, and half a UTF-8 character can then never be generated.
+All text is reduced to ASCII (typographic quotes and dashes are replaced, the rest is dropped): a tiny model is
+to spend its capacity on language.
 """
 
 from __future__ import annotations
@@ -33,11 +35,28 @@ PART_CHARS = 4200  # longer answers are cut at line ends: about 1,500 tokens
 HELD_OUT_SHARE = 0.03
 
 _ASCII = str.maketrans(
-    {"’": "'", "‘": "'", "“": '"', "”": '"', "—": "-", "–": "-", "…": "...", "¶": None, "\xa0": " ", "→": "->", "×": "x"}
+    {
+        "\u2019": "'",
+        "\u2018": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2014": "-",
+        "\u2013": "-",
+        "\u2026": "...",
+        "\u00b6": None,
+        "\u00a0": " ",
+        "\u2192": "->",
+        "\u00d7": "x",
+    }  # fmt: skip
 )
 _SECTION_ASKS = ("Tell me about {t}.", "What is {t}?", "Explain {t}.", "Write a section about {t}.", "{t}?")
 _API_ASKS = ("What does {t} do?", "How do I use {t}?", "Document {t}.", "Explain {t} to me.")
-_CODE_ASKS = ("Show me the source of {t}.", "Write {t}.", "How is {t} implemented?", "Show the code of {t}, please.")
+_CODE_ASKS = (
+    "Show me the source of {t}.",
+    "Write {t}.",
+    "How is {t} implemented?",
+    "Show the code of {t}, please.",
+)
 _SKIP_PAGES = re.compile(r"^(genindex.*|contents|search|copyright|download|about|py-modindex)\.html$")
 _SKIP_PARTS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 
@@ -53,24 +72,24 @@ class Chat:
 
 
 def draw(*words: object) -> float:
-    """A number in [0, 1) that is a pure function of ``words``."""
+    """Give a number in [0, 1) that is a pure function of ``words``."""
     digest = hashlib.blake2b("\0".join(map(str, words)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def pick(options: Sequence[str], *words: object) -> str:
-    """One of ``options``, a pure function of ``words``."""
+    """Choose one of ``options``, a pure function of ``words``."""
     return options[int(draw("pick", *words) * len(options))]
 
 
 def plain(text: str) -> str:
-    """``text`` in ASCII, without trailing blanks on its lines."""
+    """Reduce ``text`` to ASCII, without trailing blanks on its lines."""
     text = text.translate(_ASCII).encode("ascii", "ignore").decode()
     return re.sub(r"[ \t]+\n", "\n", text).strip("\n")
 
 
 def parts(text: str, limit: int = PART_CHARS) -> Iterator[str]:
-    """Cut ``text`` into pieces of at most ``limit`` characters, at a line end (a blank one if there is one)."""
+    """Cut ``text`` into pieces of at most ``limit`` characters, at an empty line or else a line end."""
     while len(text) > limit:
         cut = text.rfind("\n\n", limit // 3, limit)
         cut = text.rfind("\n", 1, limit) if cut < 0 else cut
@@ -81,12 +100,12 @@ def parts(text: str, limit: int = PART_CHARS) -> Iterator[str]:
 
 
 def turn(user: str, assistant: str) -> list[Message]:
-    """One question and its answer."""
+    """Pair a question with its answer."""
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
 def join_neighbours(source: str, key: str, turns: list[list[Message]]) -> Iterator[Chat]:
-    """Chats of one to three of a document's turns: two thirds alone, the others joined to what follows them."""
+    """Make chats of one to three of a document's turns: two thirds alone, others joined to what follows."""
     held_out = draw("held-out", source, key) < HELD_OUT_SHARE
     at = 0
     while at < len(turns):
@@ -100,11 +119,12 @@ def join_neighbours(source: str, key: str, turns: list[list[Message]]) -> Iterat
 
 
 def doc_chats(folder: Path) -> Iterator[Chat]:
-    """Sections and definitions of every page under ``folder`` (symlinked pages once)."""
+    """Ask for the sections and definitions of every page under ``folder`` (symlinked pages once)."""
     pages = {path.resolve() for path in folder.rglob("*.html") if not _SKIP_PAGES.match(path.name)}
     for path in sorted(pages):
         page = read_page(path.read_text(encoding="utf-8"))
-        key = path.relative_to(folder.resolve()).as_posix() if path.is_relative_to(folder.resolve()) else path.name
+        inside = path.is_relative_to(folder.resolve())
+        key = path.relative_to(folder.resolve()).as_posix() if inside else path.name
         turns: list[list[Message]] = []
         for title, text in page.sections:
             name = plain(title)
@@ -128,7 +148,7 @@ def _answers(ask: str, text: str) -> Iterator[list[Message]]:
 
 
 def stdlib_chats(folder: Path) -> Iterator[Chat]:
-    """Functions and classes of every module under ``folder``, tests and installed packages left out."""
+    """Ask for the functions and classes of every module under ``folder``, tests and installed packages left out."""
     for path in sorted(folder.rglob("*.py")):
         inside = path.relative_to(folder)
         if _SKIP_PARTS & set(inside.parts):
@@ -147,7 +167,7 @@ def stdlib_chats(folder: Path) -> Iterator[Chat]:
 
 
 def _code_turns(node: ast.stmt, module: str, prefix: str, lines: list[str]) -> Iterator[list[Message]]:
-    """Questions for one definition. A class longer than a part is shown by its methods, not as a whole."""
+    """Ask for one definition. A class longer than a part is shown by its methods, not as a whole."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.end_lineno is None:
         return
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
@@ -178,14 +198,16 @@ def _dedent(rows: list[str]) -> str:
 
 
 def chitchat_chats(dataset: Path) -> Iterator[Chat]:
-    """Conversations with at least three exchanges, junk turns (links, keyboard noise, walls of text) left out."""
+    """Take conversations of at least three exchanges and no junk (links, keyboard noise, walls of text)."""
     for key, record in sorted(json.loads(dataset.read_text(encoding="utf-8")).items()):
-        said = [plain(" ".join(u["text"].strip() for u in one)).replace("\n", " ") for one in record["messages"]]
+        said = [" ".join(u["text"].strip() for u in one) for one in record["messages"]]
+        said = [plain(text).replace("\n", " ") for text in said]
         said = said[: len(said) // 2 * 2]
         if len(said) < 6 or any(_is_junk(text) for text in said):
             continue
         messages = [
-            {"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(said)
+            {"role": "assistant" if number % 2 else "user", "content": text}
+            for number, text in enumerate(said)
         ]
         if record.get("prompt") and draw("topic", key) < 0.5:
             topic = plain(record["prompt"])
@@ -206,7 +228,7 @@ def _is_junk(text: str) -> bool:
 
 
 def read_corpus(docs: Path, stdlib: Path, chitchat: Path) -> list[Chat]:
-    """All chats of the three sources. Raises ``SystemExit`` naming a source that gave none."""
+    """Read all chats of the three sources. Raises ``SystemExit`` naming a source that gave none."""
     readers: dict[str, Iterable[Chat]] = {
         "docs": doc_chats(docs), "stdlib": stdlib_chats(stdlib), "chitchat": chitchat_chats(chitchat)
     }  # fmt: skip

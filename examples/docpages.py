@@ -1,9 +1,9 @@
 """A Sphinx HTML page as plain text: its sections, and its documented functions, classes and methods.
 
-One pass of the standard library's HTML parser over the page's main body. Text is collected into blocks (paragraph,
-list item, table row, code, signature); a heading opens a section, which ends where the next one begins; a ``dd`` that
-closes under a signature ends a definition. Blocks inside a definition belong to the section too, so a reader of both
-sees that text twice, once in its context and once alone.
+One pass of the standard library's HTML parser over the page's main body. Text is collected into blocks
+(paragraph, list item, table row, code, signature); a heading opens a section, which ends where the next one
+begins; a ``dd`` that closes under a signature ends a definition. Blocks inside a definition belong to the section
+too, so a reader of both sees that text twice, once in its context and once alone.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class _Reader(HTMLParser):
             if tag == "dd" and self._signatures and (at := self._signatures[-1]) is not None:
                 self._signatures[-1] = None
                 if len(self._blocks) > at + 1:
-                    self.page.definitions.append((self._blocks[at].strip("`"), "\n\n".join(self._blocks[at:])))
+                    self.page.definitions.append(
+                        (self._blocks[at].strip("`"), "\n\n".join(self._blocks[at:]))
+                    )
             elif tag == "dl" and self._signatures:
                 self._signatures.pop()
 

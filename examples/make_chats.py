@@ -4,11 +4,12 @@
         --target examples/tiny-target --out examples/chats.jsonl
     python examples/make_chats.py report --target examples/tiny-target --chats examples/chats.jsonl
 
-``generate`` draws for every conversation: a source, one to three user turns of one of its documents (a quarter from
-held-out ones), perhaps a system message, greedy or sampled decoding, and a length cap (log-normal: heavy-tailed). Turn
-by turn, the target answers all conversations in batches; an answer ends at the target's own end of turn, or where the
-cap leaves no more room for it. A conversation is dropped if an answer is empty, loops, repeats an earlier answer, or does not
-re-tokenise through the chat template to exactly the ids that were generated. Each line is
+``generate`` draws for every conversation: a source, one to three user turns of one of its documents (a quarter
+from held-out ones), perhaps a system message, greedy or sampled decoding, and a length cap (log-normal:
+heavy-tailed). Turn by turn, the target answers all conversations in batches; an answer ends at the target's own
+end of turn, or where the cap leaves no more room for it. A conversation is dropped if an answer is empty, loops,
+repeats an earlier answer, or does not re-tokenise through the chat template to exactly the ids that were
+generated. Each line is
 
     {"id": "docs-00007", "decoding": "greedy", "temperature": 0.0, "capped": 0, "messages": [...]}
 
@@ -54,7 +55,7 @@ class Conversation:
 
 
 def user_turns(chats: list[Chat]) -> dict[tuple[str, bool], list[list[str]]]:
-    """For each (source, held out): the user turns of every document, in order."""
+    """Collect, for each (source, held out), the user turns of every document, in order."""
     turns: defaultdict[tuple[str, bool, str], list[str]] = defaultdict(list)
     for chat in chats:
         said = [message["content"] for message in chat.messages if message["role"] == "user"]
@@ -65,8 +66,10 @@ def user_turns(chats: list[Chat]) -> dict[tuple[str, bool], list[list[str]]]:
     return dict(found)
 
 
-def plan(chats: list[Chat], tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> list[Conversation]:
-    """What to ask, how to decode, how long to go on: drawn from ``options.seed``."""
+def plan(
+    chats: list[Chat], tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace
+) -> list[Conversation]:
+    """Draw what to ask, how to decode and how long to go on from ``options.seed``."""
     rng = np.random.default_rng(options.seed)
     asks_of = user_turns(chats)
     topics = [chat.messages[0]["content"] for chat in chats if chat.messages[0]["role"] == "system"]
@@ -97,7 +100,7 @@ def plan(chats: list[Chat], tokenizer: PreTrainedTokenizerFast, options: argpars
 
 
 def prompt_of(messages: list[Message], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Token ids of ``messages`` and the generation prompt."""
+    """Tokenise ``messages`` and the generation prompt."""
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
@@ -114,10 +117,8 @@ def converse(
             later = sum(len(tokenizer.encode(ask)) + 8 for ask in c.asks[turn + 1 :])
             room = (min(c.cap, positions) - len(prompt) - later) // (len(c.asks) - turn) - 2
             requests.append(Request(prompt=prompt, limit=max(room, 4), temperature=c.temperature))
-        start = time.monotonic()
-        answers = sampler.answer(
-            requests, lambda n, a=active, t=turn, s=start: print(f"turn {t + 1}: {n}/{len(a)} {time.monotonic() - s:.0f}s", flush=True)
-        )
+        print(f"turn {turn + 1} of {len(active)} conversations", flush=True)
+        answers = sampler.answer(requests, lambda done: print(f"  {done} answered", flush=True))
         for c, answer in zip(active, answers, strict=True):
             _append(c, answer, tokenizer)
 
@@ -140,7 +141,7 @@ def _append(conversation: Conversation, answer: Answer, tokenizer: PreTrainedTok
 
 
 def answer_ids(messages: list[Message], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """Token ids of each assistant turn, end-of-turn token not included, as the template's markers give them."""
+    """Re-tokenise each assistant turn, as the template's markers give it; without end-of-turn tokens."""
     rendered = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     found: list[list[int]] = [[]]
     for token, supervised in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True):
@@ -152,7 +153,7 @@ def answer_ids(messages: list[Message], tokenizer: PreTrainedTokenizerFast) -> l
 
 
 def load(target: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The target in fp32, and its tokenizer."""
+    """Load the target in fp32, and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(target)
 
@@ -190,25 +191,36 @@ def generate(options: argparse.Namespace) -> None:
     options.out.write_text("".join(lines), encoding="utf-8")
     dropped = Counter((c.fault, "sampled" if c.temperature else "greedy") for c in conversations if c.fault)
     seconds = time.monotonic() - start
-    print(f"{len(sound)} sound of {len(conversations)}, {len(lines)} written, {seconds:.0f} s; dropped: {dict(dropped)}")
+    print(
+        f"{len(sound)} sound of {len(conversations)}, {len(lines)} written, {seconds:.0f} s; dropped: {dict(dropped)}"
+    )
 
 
 def report(options: argparse.Namespace) -> None:
     """Print what the folder holds, in numbers."""
     model, tokenizer = load(options.target)
-    rows: list[dict[str, Any]] = [json.loads(line) for line in options.chats.read_text(encoding="utf-8").splitlines()]
+    lines = options.chats.read_text(encoding="utf-8").splitlines()
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     files = sorted(path for path in options.target.iterdir() if path.is_file())
-    print(f"target: {sum(p.numel() for p in model.parameters()):,} parameters, {sum(f.stat().st_size for f in files):,} bytes")
+    parameters, size = sum(p.numel() for p in model.parameters()), sum(f.stat().st_size for f in files)
+    print(f"target: {parameters:,} parameters, {size:,} bytes")
     for path in files:
         print(f"  {path.name} {path.stat().st_size:,} bytes")
     print("training:", (options.target / "training.json").read_text(encoding="utf-8").strip())
     lengths = [len(tokenizer.apply_chat_template(row["messages"], return_dict=False)) for row in rows]
-    print(f"chats: {len(rows):,} conversations, {sum(lengths):,} tokens, {options.chats.stat().st_size:,} bytes")
+    print(
+        f"chats: {len(rows):,} conversations, {sum(lengths):,} tokens, {options.chats.stat().st_size:,} bytes"
+    )
     print("  by source:", dict(Counter(row["id"].split("-")[0] for row in rows)))
-    print("  by user turns:", dict(Counter(sum(m["role"] == "user" for m in row["messages"]) for row in rows)))
+    print(
+        "  by user turns:", dict(Counter(sum(m["role"] == "user" for m in row["messages"]) for row in rows))
+    )
     print("  with a system message:", sum(row["messages"][0]["role"] == "system" for row in rows))
     marks = (0, 1, 5, 25, 50, 75, 90, 95, 99, 100)
-    print("  length percentiles:", dict(zip(marks, np.percentile(lengths, marks).astype(int).tolist(), strict=True)))
+    print(
+        "  length percentiles:",
+        dict(zip(marks, np.percentile(lengths, marks).astype(int).tolist(), strict=True)),
+    )
     shares: dict[str, list[float]] = {"overall": [], "greedy": [], "sampled": []}
     argmax, answered = 0, 0
     capped: Counter[str] = Counter()
@@ -221,9 +233,13 @@ def report(options: argparse.Namespace) -> None:
             agreed, seen = confirm(row["messages"], row["capped"], model, tokenizer)
             argmax, answered = argmax + agreed, answered + seen
     for name, values in shares.items():
-        print(f"  distinct 4-grams {name}: mean {np.mean(values):.3f}, 5th percentile {np.percentile(values, 5):.3f}, {len(values)} answers")
-    print("  conversations:", dict(Counter(row["decoding"] for row in rows)), "answers cut at the cap:", dict(capped))
-    print(f"  greedy answer tokens that are the target's argmax: {argmax:,} of {answered:,} ({argmax / answered:.3%})")
+        mean, low = np.mean(values), np.percentile(values, 5)
+        print(f"  distinct 4-grams {name}: mean {mean:.3f}, 5th percentile {low:.3f}, {len(values)} answers")
+    print("  conversations:", dict(Counter(row["decoding"] for row in rows)))
+    print("  answers cut at the cap:", dict(capped))
+    print(
+        f"  greedy answer tokens that are the target's argmax: {argmax:,} of {answered:,} ({argmax / answered:.3%})"
+    )
     text = json.dumps([row["messages"] for row in rows], ensure_ascii=False)
     empty = sum(not m["content"].strip() for row in rows for m in row["messages"])
     print("  U+FFFD:", text.count("\ufffd"), "empty messages:", empty)
@@ -237,7 +253,7 @@ def report(options: argparse.Namespace) -> None:
 def confirm(
     messages: list[Message], capped: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[int, int]:
-    """How many answer tokens are the model's best guess, and out of how many; end-of-turn counts if none was forced."""
+    """Count the answer tokens that are the model's best guess, and all; no end of turn if one was forced."""
     rendered = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     ids = torch.tensor(rendered["input_ids"])
     mask = torch.tensor(rendered["assistant_masks"], dtype=torch.bool)
@@ -249,8 +265,10 @@ def confirm(
 
 
 def main() -> None:
-    """``generate`` or ``report``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run ``generate`` or ``report``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     making = commands.add_parser("generate", help="write the conversations")
     making.add_argument("--docs", type=Path, required=True)
@@ -261,7 +279,9 @@ def main() -> None:
     making.add_argument("--count", type=int, default=2000, help="conversations to write")
     making.add_argument("--candidates", type=int, default=3000, help="conversations to generate")
     making.add_argument("--greedy-share", type=float, default=0.5)
-    making.add_argument("--median-cap", type=float, default=400, help="of a conversation's length cap, tokens")
+    making.add_argument(
+        "--median-cap", type=float, default=400, help="of a conversation's length cap, tokens"
+    )
     making.add_argument("--sigma-cap", type=float, default=0.9)
     making.add_argument("--batch-size", type=int, default=64)
     making.add_argument("--seed", type=int, default=0)
@@ -269,7 +289,9 @@ def main() -> None:
     reporting = commands.add_parser("report", help="print what README.md quotes")
     reporting.add_argument("--target", type=Path, required=True)
     reporting.add_argument("--chats", type=Path, required=True)
-    reporting.add_argument("--show", nargs="*", default=[], metavar="ID", help="print these conversations too")
+    reporting.add_argument(
+        "--show", nargs="*", default=[], metavar="ID", help="print these conversations too"
+    )
     reporting.set_defaults(run=report)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,8 +1,9 @@
 """Batched decoding for a small model on a CPU: answer many prompts of different lengths, greedy and sampled mixed.
 
-Requests are sorted by their limit and prompt length and cut into batches, so that rows of a batch start and stop
-together. A batch is padded on the left, prefilled once, and then advanced one token a step on the key-value cache. Rows that are
-done are dropped from the cache once a quarter of the batch is done: the cost of a step follows the rows that are left.
+Requests are sorted by their limit and prompt length and cut into batches, so that rows of a batch start and
+stop together. A batch is padded on the left, prefilled once, and then advanced one token a step on the key-value
+cache. Rows that are done are dropped from the cache once a quarter of the batch is done: the cost of a step
+follows the rows that are left.
 
 A row is done at its end-of-turn token, at its limit, or, hopeless, when it loops: less than ``LOOP_SHARE`` of its
 4-grams are distinct. Numbers depend on (model, requests, seed, batch size) alone; arithmetic is fp32.
@@ -39,7 +40,7 @@ class Answer:
 
 
 def distinct_share(ids: Sequence[int], n: int = 4) -> float:
-    """Distinct n-grams over n-grams; 1 for a text shorter than ``n``."""
+    """Divide distinct n-grams by all n-grams; 1 for a text shorter than ``n``."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
@@ -48,7 +49,15 @@ class Sampler:
     """Answers requests with one model; ``banned`` tokens are never generated."""
 
     def __init__(
-        self, model: PreTrainedModel, *, pad: int, end: int, banned: list[int], top_p: float, batch_size: int, seed: int
+        self,
+        model: PreTrainedModel,
+        *,
+        pad: int,
+        end: int,
+        banned: list[int],
+        top_p: float,
+        batch_size: int,
+        seed: int,
     ) -> None:
         self._model = model
         self._pad, self._end, self._banned = pad, end, banned
@@ -57,7 +66,7 @@ class Sampler:
         self._noise = torch.Generator().manual_seed(seed)
 
     def answer(self, requests: Sequence[Request], progress: Callable[[int], None]) -> list[Answer]:
-        """One answer a request, in their order; ``progress`` hears the number of rows done after each batch."""
+        """Answer every request, in their order; ``progress`` hears the number done after each batch."""
         order = sorted(range(len(requests)), key=lambda i: (requests[i].limit, len(requests[i].prompt), i))
         answers: dict[int, Answer] = {}
         for at in range(0, len(order), self._batch_size):
@@ -117,11 +126,13 @@ class Sampler:
                 live = [live[row] for row in keep]
 
     def _draw(self, logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
-        """The next token of every row: the best one, or one of the nucleus of mass ``top_p``."""
+        """Choose the next token of every row: the best, or one of the nucleus of mass ``top_p``."""
         logits_BV = logits_BV.float()
         logits_BV[:, self._banned] = -torch.inf
         best_B = logits_BV.argmax(-1)
-        share_BV, token_BV = (logits_BV / temperature_B.clamp(min=1e-3)[:, None]).softmax(-1).sort(-1, descending=True)
+        share_BV, token_BV = (
+            (logits_BV / temperature_B.clamp(min=1e-3)[:, None]).softmax(-1).sort(-1, descending=True)
+        )
         share_BV[share_BV.cumsum(-1) - share_BV > self._top_p] = 0
         drawn_B1 = torch.multinomial(share_BV, 1, generator=self._noise)
         return torch.where(temperature_B > 0, token_BV.gather(1, drawn_B1)[:, 0], best_B)

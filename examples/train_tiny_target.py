@@ -4,15 +4,15 @@
         --chitchat chitchat_dataset/dataset.json --out examples/tiny-target --work /tmp/tiny-work
 
 1. Read the corpus (``corpus.py``) and learn the tokenizer (``tiny_tokenizer.py``) from what is not held out.
-2. Pack the rendered chats into rows. Every row begins where a chat (or a piece of a long one) begins and is filled up
-   with whole others, best fit first. There are rows of 512 tokens and rows of 1,536 (about a quarter of all tokens),
-   so that long answers stay language. Rows are shuffled; both shapes occur all along the run.
-3. AdamW on fp32 weights (``--compile`` also runs the forward in bf16 autocast: nearly twice as fast), warm-up and
-   cosine, gradient clipped at 1, next-token loss on every token.
-4. Measure held-out bits per byte by source, write the model in bf16 to a folder beside ``--out`` and rename it.
+2. Pack the rendered chats into rows. Every row begins where a chat (or a piece of a long one) begins and is
+   filled up with whole others, best fit first. There are rows of 512 tokens and rows of 1,536, so that long
+   answers stay language. Rows are shuffled; both shapes occur all along the run.
+3. AdamW on fp32 weights (``--compile`` also runs the forward in bf16 autocast: faster), warm-up and cosine,
+   gradient clipped at 1, next-token loss on every token.
+4. Measure held-out bits per byte by source, write the model in bf16 to a folder beside ``--out``, rename it.
 
-``--work`` gets the same model folder every few minutes (``latest/``), so that a run can be stopped at any moment.
-``--tokens 0`` writes an untrained model at once: right tokenizer and shapes, for those who develop against it.
+``--work`` gets the same model folder every few minutes (``latest/``), so a run can be stopped at any moment.
+``--tokens 0`` writes an untrained model at once: right tokenizer and shapes, to develop against.
 Same folders, seed and torch build: same run, unless ``--max-minutes`` (which hurries the schedule on a slow
 machine) cuts it short.
 """
@@ -42,7 +42,7 @@ Tokens = NDArray[np.int64]
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A freshly initialised target, fp32."""
+    """Initialise a target, fp32."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -63,16 +63,16 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM
 
 
 def encode(chats: list[Chat], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """Token ids of the rendered chats."""
+    """Render and tokenise the chats."""
     rendered = [tokenizer.apply_chat_template(chat.messages, tokenize=False) for chat in chats]
     return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def pack(pieces: list[list[int]], width: int, rng: np.random.Generator, buffer: int = 128) -> Tokens:
-    """Rows ``[n, width]`` of whole pieces (at most ``width`` long), best fit first.
+    """Lay out rows ``[n, width]`` of whole pieces (at most ``width`` long), best fit first.
 
-    Out of ``buffer`` waiting pieces the longest one that fits is laid down next; where none fits, the shortest is
-    cropped to the room that is left, so no row holds padding.
+    Out of ``buffer`` waiting pieces the longest one that fits is laid down next; where none fits, the shortest
+    is cropped to the room that is left, so no row holds padding.
     """
     queue = [pieces[i] for i in rng.permutation(len(pieces))]
     waiting: list[list[int]] = []
@@ -93,10 +93,10 @@ def pack(pieces: list[list[int]], width: int, rng: np.random.Generator, buffer: 
 
 
 def epoch_of_batches(encoded: list[list[int]], seed: int) -> list[Tokens]:
-    """One pass over the corpus as batches ``[rows, width + 1]``, the two shapes mixed in random order.
+    """Lay out one pass over the corpus as batches ``[rows, width + 1]``, the two shapes mixed in random order.
 
-    Chats of up to 512 tokens go to short rows, and so do, cut in pieces, three of five longer ones; the others go to
-    the long rows, cut only where they are longer than these.
+    Chats of up to 512 tokens go to short rows, and so do, cut in pieces, three of five longer ones; the others
+    go to the long rows, cut only where they are longer than these.
     """
     rng = np.random.default_rng(seed)
     (short, _), (long, _) = ROW_SHAPES
@@ -112,7 +112,7 @@ def epoch_of_batches(encoded: list[list[int]], seed: int) -> list[Tokens]:
 
 
 def endless_batches(encoded: list[list[int]], seed: int) -> Iterator[Tokens]:
-    """Epoch after epoch, each packed anew."""
+    """Go on epoch after epoch, each packed anew."""
     epoch = 0
     while True:
         yield from epoch_of_batches(encoded, seed + epoch)
@@ -120,7 +120,7 @@ def endless_batches(encoded: list[list[int]], seed: int) -> Iterator[Tokens]:
 
 
 def next_token_loss(model: Qwen3ForCausalLM, x_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of every token but the first."""
+    """Average the cross-entropy of every token but the first."""
     hidden_BTH = model.model(input_ids=x_BT[:, :-1], use_cache=False).last_hidden_state
     return cross_entropy(model.lm_head(hidden_BTH).flatten(0, 1), x_BT[:, 1:].flatten())
 
@@ -128,10 +128,10 @@ def next_token_loss(model: Qwen3ForCausalLM, x_BT: torch.Tensor) -> torch.Tensor
 def held_out_bits_per_byte(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, chats: list[Chat]
 ) -> dict[str, float]:
-    """Bits per byte of the held-out assistant turns, by source.
+    """Measure bits per byte of the held-out assistant turns, by source.
 
-    The bits of every assistant token and of its end-of-turn token, over the UTF-8 bytes of the content alone; chats
-    are cut at 1,536 tokens.
+    The bits of every assistant token and of its end-of-turn token, over the UTF-8 bytes of the content alone;
+    chats are cut at 1,536 tokens.
     """
     model.eval()
     result: dict[str, float] = {}
@@ -139,7 +139,9 @@ def held_out_bits_per_byte(
     for source in SOURCES:
         bits, size = 0.0, 0
         for chat in (c for c in chats if c.held_out and c.source == source):
-            encoded = tokenizer.apply_chat_template(chat.messages, return_dict=True, return_assistant_tokens_mask=True)
+            encoded = tokenizer.apply_chat_template(
+                chat.messages, return_dict=True, return_assistant_tokens_mask=True
+            )
             ids = torch.tensor(encoded["input_ids"][: ROW_SHAPES[-1][0]])[None]
             mask = torch.tensor(encoded["assistant_masks"][: ROW_SHAPES[-1][0]], dtype=torch.bool)[1:]
             with torch.inference_mode():
@@ -186,7 +188,10 @@ def train(
     options: argparse.Namespace,
     checkpoint: Callable[[dict[str, object]], None],
 ) -> dict[str, object]:
-    """Take ``options.tokens`` tokens; returns what was done. Warm-up over the first 2 %, cosine to a twentieth."""
+    """Take ``options.tokens`` tokens; returns what was done.
+
+    Warm-up over the first 2 % of the schedule, cosine down to a twentieth of ``options.lr``.
+    """
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim != 2]
     optimizer = torch.optim.AdamW(
@@ -226,17 +231,25 @@ def train(
 
 def main() -> None:
     """Parse, read, train, measure, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--docs", type=Path, required=True, help="folder of Python's HTML documentation")
     parser.add_argument("--stdlib", type=Path, required=True, help="folder of the standard library's sources")
     parser.add_argument("--chitchat", type=Path, required=True, help="dataset.json of chitchat-dataset")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
-    parser.add_argument("--tokens", type=int, default=10_500_000, help="tokens to train on (default: about one epoch)")
+    parser.add_argument(
+        "--tokens", type=int, default=10_500_000, help="tokens to train on (default: about one epoch)"
+    )
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compile", action="store_true", help="bf16 autocast and torch.compile (needs a C++ compiler)")
-    parser.add_argument("--max-minutes", type=float, default=math.inf, help="hurry the schedule to end by then")
+    parser.add_argument(
+        "--compile", action="store_true", help="bf16 autocast and torch.compile (needs a C++ compiler)"
+    )
+    parser.add_argument(
+        "--max-minutes", type=float, default=math.inf, help="hurry the schedule to end by then"
+    )
     parser.add_argument("--checkpoint-seconds", type=float, default=240)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -246,11 +259,16 @@ def main() -> None:
     tokenizer = train_tokenizer((m["content"] for chat in training for m in chat.messages), MAX_POSITIONS)
     model = new_model(tokenizer, options.seed)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{len(training)} chats to train on, {len(chats) - len(training)} held out, {parameters} parameters", flush=True)
+    print(
+        f"{len(training)} chats to train on, {len(chats) - len(training)} held out, {parameters} parameters",
+        flush=True,
+    )
     report: dict[str, object] = {"tokens": 0, "steps": 0}
     if options.tokens:
         batches = endless_batches(encode(training, tokenizer), options.seed)
-        report = train(model, batches, options, lambda r: save_folder(options.work / "latest", model, tokenizer, r))
+        report = train(
+            model, batches, options, lambda r: save_folder(options.work / "latest", model, tokenizer, r)
+        )
         report["held_out_bits_per_byte"] = held_out_bits_per_byte(model, tokenizer, chats)
     save_folder(options.out, model, tokenizer, {"parameters": parameters, **report})
     print(json.dumps(report))

@@ -4,25 +4,26 @@
 every b and t, |x_b(t) - t n_b/N| < 1, so any window of the order, and with it every optimizer step of any
 size, holds each bucket's share to within 2.
 
-**How.** Take a d > 0. Let bucket b's job c (its sample number c, from 0) be released at slot ceil((c+d) N/n_b) and due at
-slot floor((c+1-d) N/n_b) + 1, slots counted from 1. Jobs done inside these windows are exactly the orders
-with |x_b(t) - t n_b/N| <= 1-d: a job before its release puts its bucket more than 1-d ahead, one after its
-due slot leaves it more than 1-d behind. Serving the released job with the earliest due slot (EDF) meets all
-due slots whenever any order does (unit jobs, whole-numbered windows). So only existence has to be shown:
+**How.** Take a d > 0. Let bucket b's job c (its sample number c, from 0) be released at slot
+ceil((c+d) N/n_b) and due at slot floor((c+1-d) N/n_b) + 1, slots counted from 1. Jobs done inside these
+windows are exactly the orders with |x_b(t) - t n_b/N| <= 1-d: a job before its release puts its bucket more
+than 1-d ahead, one after its due slot leaves it more than 1-d behind. Serving the released job with the
+earliest due slot (EDF) meets all due slots whenever any order does (unit jobs, whole-numbered windows). So
+only existence has to be shown:
 
 - *d = 1/(2K-2)*, K buckets: Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980).
-  Used when every bucket is frequent; then even |x_b(t) - t n_b/N| <= 1-d.
-- *d -> 0*, where the windows become [floor(c N/n) + 1, ceil((c+1) N/n)], by Hall's theorem: jobs fit into slots
-  if no interval of L slots encloses more windows than it has slots to give. Window c lies inside [s, e] iff
-  (s-1) n/N <= c and c+1 <= e n/N, which at most L n/N of one bucket do, so at most floor(L M/N) of buckets
-  with M samples together.
+  Used when no bucket is rare; then even |x_b(t) - t n_b/N| <= 1-d.
+- *d -> 0*, where the windows become [floor(c N/n_b) + 1, ceil((c+1) N/n_b)], by Hall's theorem: jobs fit
+  into slots if no interval encloses more windows than it has slots to give. Window c lies inside [s, e], L
+  slots long, iff (s-1) n_b/N <= c and c+1 <= e n_b/N, which holds for at most L n_b/N of one bucket; so
+  buckets with M samples together want at most floor(L M/N) slots.
 
 **Rare buckets.** With d = 1/(2K-2) a bucket of one sample can hardly move (with K = 2 it must sit exactly in
 the middle), so in every epoch the same step would hold it: the chairman's promise and that of moving exclude
-each other. Rare buckets (one sample, or at most one in 64) therefore get slots of their own: with P rare
-samples in all, slot floor((r N + phase)/P) + 1 for r = 0..P-1 and a random phase in [0, N). Any interval of
-L slots then holds at least floor(L P/N) of these, enough for the rare jobs, and at most ceil(L P/N), which
-leaves L - ceil(L P/N) = floor(L (N-P)/N), enough for the others: both sides have an order with d -> 0.
+each other. Rare buckets (at most sqrt(N) samples) therefore get slots of their own: with P rare samples in
+all, slot floor((r N + phase)/P) + 1 for r = 0..P-1 and a random phase in [0, N). Any interval of L slots then
+holds at least floor(L P/N) of these, enough for the rare jobs, and at most ceil(L P/N), which leaves
+L - ceil(L P/N) = floor(L (N-P)/N), enough for the others: both sides have an order with d -> 0.
 Buckets of one sample may have any of the rare slots: they draw them (again from a random phase), and if the
 other rare buckets can't make do with what is left, draw anew. After a few draws in vain, all buckets of one
 sample count as one bucket, with the due slots of one, which always works, and draw lots for its slots. Half
@@ -40,8 +41,7 @@ from dflash_tool.buckets.keys import hash_words, sample_keys
 
 Int64s = NDArray[np.int64]
 
-_RARE = 64  # a bucket with at most one sample in this many gets slots with a random phase
-_DRAWS = 4
+_DRAWS = 8
 _LOTS, _PHASE, _DRAW, _BACKWARDS = 1, 2, 3, 4  # what a hash is for: two uses never see the same bits
 
 
@@ -69,7 +69,7 @@ def interleave(counts: Int64s, *, seed: int, epoch: int) -> Int64s:
     lots = sorted(np.flatnonzero(counts).tolist(), key=lambda bucket: hash_words(seed, epoch, _LOTS, bucket))
     filled = np.array(lots, dtype=np.int64)
     sizes = counts[filled]
-    rare = (sizes == 1) | (sizes * _RARE <= total)
+    rare = sizes * sizes <= total
     slots = np.arange(1, total + 1, dtype=np.int64)
     if not rare.any():
         return filled[_must(_earliest_due(sizes, slots, total, 2 * filled.size - 2))]

@@ -1,0 +1,185 @@
+"""Lines of JSONL -> rows, or the reason why not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_tool.errors import DataError
+from dflash_tool.prompts import ChatRow, Reason, Skipped, TokenRow, read_rows
+from dflash_tool.prompts.rows import check_files, parse_row
+
+USER = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+
+
+def parse(value: Any) -> Any:
+    return parse_row(value if isinstance(value, str) else json.dumps(value), "f:1")
+
+
+def chat(*messages: Any) -> Any:
+    return parse({"messages": list(messages)})
+
+
+def test_openai() -> None:
+    row = parse({"messages": [{"role": "system", "content": "s"}, USER, ANSWER], "id": 7, "tools": []})
+    assert row == ChatRow("f:1", [{"role": "system", "content": "s"}, USER, ANSWER], None)
+
+
+def test_sharegpt_roles() -> None:
+    turns = [("System", "s"), ("human", "q"), ("gpt", "a"), ("user", "q"), ("model", "a"), ("tool", "t"), ("gpt", "b")]
+    row = parse({"id": "x", "conversations": [{"from": f, "value": v, "weight": 1} for f, v in turns]})
+    roles = ["system", "user", "assistant", "user", "assistant", "tool", "assistant"]
+    assert row.messages == [{"role": r, "content": v} for r, (_, v) in zip(roles, turns, strict=True)]
+
+
+def test_conversations_that_hold_openai_turns() -> None:
+    assert parse({"conversations": [USER, ANSWER]}) == chat(USER, ANSWER)
+
+
+def test_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one "}, "two", {"text": " three"}]
+    assert chat({"role": "user", "content": parts}, ANSWER).messages[0]["content"] == "one two three"
+
+
+def test_what_a_template_may_want_is_kept() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}], "refusal": None}
+    thought = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    tools = [{"type": "function"}]
+    row = parse({"messages": [USER, call, {"role": "tool", "content": "4", "name": "sum"}, thought], "tools": tools})
+    assert row.messages[1:] == [
+        {"role": "assistant", "tool_calls": [{"id": "1"}]},
+        {"role": "tool", "content": "4", "name": "sum"},
+        thought,
+    ]
+    assert row.tools == tools
+
+
+def test_tokens() -> None:
+    row = parse({"input_ids": [3, 2**31 - 1], "loss_mask": [0, 1], "messages": []})
+    assert isinstance(row, TokenRow)
+    assert (row.input_ids.tolist(), row.input_ids.dtype.name) == ([3, 2**31 - 1], "int32")
+    assert (row.loss_mask.tolist(), row.loss_mask.dtype.name) == ([0, 1], "uint8")
+
+
+def tokens(ids: Any, mask: Any) -> Any:
+    return {"input_ids": ids, "loss_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ('{"messages": [', Reason.NOT_JSON),
+        ("{'messages': 1}", Reason.NOT_JSON),
+        ('{"input_ids": [NaN], "loss_mask": [1]}', Reason.NOT_JSON),
+        ('{"input_ids": [' + "9" * 5000 + '], "loss_mask": [1]}', Reason.NOT_JSON),
+        ("[" * 200_000, Reason.NOT_JSON),
+        ("[" * 200_000 + "]" * 200_000, Reason.NOT_JSON),
+        ("[1, 2]", Reason.NOT_AN_OBJECT),
+        ('"text"', Reason.NOT_AN_OBJECT),
+        ("null", Reason.NOT_AN_OBJECT),
+        ("{}", Reason.UNKNOWN_KEYS),
+        ({"foo": 1}, Reason.UNKNOWN_KEYS),
+        ({"input_ids": [1]}, Reason.UNKNOWN_KEYS),
+        ({"messages": []}, Reason.NO_MESSAGES),
+        ({"messages": None}, Reason.NO_MESSAGES),
+        ({"messages": {"role": "user"}}, Reason.NO_MESSAGES),
+        ({"messages": ["hi"]}, Reason.MESSAGE_NOT_AN_OBJECT),
+        ({"messages": [USER, {"role": "wizard", "content": "?"}, ANSWER]}, Reason.UNKNOWN_ROLE),
+        ({"messages": [{"content": "?"}, ANSWER]}, Reason.UNKNOWN_ROLE),
+        ({"messages": [{"role": ["user"], "content": "?"}, ANSWER]}, Reason.UNKNOWN_ROLE),
+        ({"conversations": [{"from": "narrator", "value": "?"}]}, Reason.UNKNOWN_ROLE),
+        ({"conversations": [{"from": 3, "value": "?"}]}, Reason.UNKNOWN_ROLE),
+        ({"messages": [USER, {"role": "assistant"}]}, Reason.MISSING_CONTENT),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, Reason.MISSING_CONTENT),
+        ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "a"}]}, Reason.MISSING_CONTENT),
+        ({"messages": [{"role": "user", "content": 5}, ANSWER]}, Reason.CONTENT_NOT_TEXT),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, Reason.CONTENT_NOT_TEXT),
+        ({"messages": [{"role": "user", "content": [None]}, ANSWER]}, Reason.CONTENT_NOT_TEXT),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, Reason.EMPTY_ANSWER),
+        ({"messages": [USER, {"role": "assistant", "content": " \n"}, USER, ANSWER]}, Reason.EMPTY_ANSWER),
+        ({"messages": [USER, {"role": "assistant", "content": []}]}, Reason.EMPTY_ANSWER),
+        ({"messages": [USER]}, Reason.NO_ANSWER),
+        (tokens([1, 2, 3], [0, 1]), Reason.LENGTH_MISMATCH),
+        (tokens([], []), Reason.EMPTY),
+        (tokens("123", [0, 1, 1]), Reason.NOT_A_LIST),
+        (tokens([1], None), Reason.NOT_A_LIST),
+        (tokens([1, -2], [0, 1]), Reason.ID_NEGATIVE),
+        (tokens([1, -(10**300)], [0, 1]), Reason.ID_NEGATIVE),
+        (tokens([1, 2**31], [0, 1]), Reason.ID_BEYOND_VOCABULARY),
+        (tokens([1, 10**300], [0, 1]), Reason.ID_BEYOND_VOCABULARY),
+        (tokens([1, 2.0], [0, 1]), Reason.ID_NOT_INTEGER),
+        (tokens([1, True], [0, 1]), Reason.ID_NOT_INTEGER),
+        (tokens([1, "2"], [0, 1]), Reason.ID_NOT_INTEGER),
+        (tokens([1, [2]], [0, 1]), Reason.ID_NOT_INTEGER),
+        (tokens([1, 2], [0, 2]), Reason.MASK_NOT_BINARY),
+        (tokens([1, 2], [0, True]), Reason.MASK_NOT_BINARY),
+        (tokens([1, 2], [0, 1.0]), Reason.MASK_NOT_BINARY),
+        (tokens([1, 2], [0, [1]]), Reason.MASK_NOT_BINARY),
+    ],
+)  # fmt: skip
+def test_bad_rows(value: Any, reason: Reason) -> None:
+    row = parse(value)
+    assert isinstance(row, Skipped)
+    assert (row.reason, row.source) == (reason, "f:1")
+    assert len(str(row)) < 200, "a message that fits a line"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["messages", "conversations", "role", "content", "from", "value", "input_ids", "loss_mask"])
+        | st.text(max_size=3),
+        inner,
+        max_size=4,
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON | st.text().map(str.strip))
+def test_no_row_raises(value: Any) -> None:
+    row = parse(value)
+    assert isinstance(row, ChatRow | TokenRow | Skipped)
+
+
+def test_lines(tmp_path: Path) -> None:
+    line = json.dumps({"messages": [USER, {"role": "assistant", "content": "line\u2028separator \x85 kept"}]},
+                      ensure_ascii=False).encode()  # fmt: skip
+    content = b"\xef\xbb\xbf" + line + b"\r\n\r\n \t\n" + line + b"\n" + line
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    rows = list(read_rows(path))
+    assert [row.source for row, _ in rows] == [f"{path}:{n}" for n in (1, 4, 5)]
+    assert all(isinstance(row, ChatRow) and row.messages == rows[0][0].messages for row, _ in rows)  # type: ignore[union-attr]
+    assert [done for _, done in rows] == [3 + len(line) + 2, len(content) - len(line), len(content)]
+
+
+def test_a_mark_inside_the_file_is_no_mark(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n\xef\xbb\xbf{"a": 1}\n')
+    assert [row.reason for row, _ in read_rows(path)] == [Reason.UNKNOWN_KEYS, Reason.NOT_JSON]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("content", ['{"a": "é"}'.encode("latin-1"), '{"a": 1}'.encode("utf-16")])
+def test_not_utf8(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"{}\n" + content)
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: not UTF-8.*convert"):
+        list(read_rows(path))
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such data file"):
+        check_files([tmp_path / "missing.jsonl"])
+    with pytest.raises(DataError, match="is a folder"):
+        check_files([tmp_path])
+    (tmp_path / "a").write_bytes(b"123")
+    with pytest.raises(DataError, match="can't read"):
+        check_files([tmp_path / "a" / "below-a-file"])
+    (tmp_path / "b").write_bytes(b"4567")
+    assert check_files([tmp_path / "a", tmp_path / "b"]) == 7
