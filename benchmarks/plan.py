@@ -1,7 +1,8 @@
 """What planning costs and what the plan saves: seconds, padding and the worst deviation of a mixture.
 
 Run: `python benchmarks/plan.py [--samples 1000000]`. Lengths are log-normal (median 220 tokens, sigma 0.9,
-clipped to 16..4096), as chats are. Peers: batches of 8 in dataset order, and merging the buckets by (r + 0.5)/n.
+clipped to 16..4096), as chats are. Peers: batches of 8 in dataset order, and merging the buckets by
+(r + 0.5)/n.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def main() -> None:
 
     def plan_of(batch_samples: int) -> StepPlan:
         return StepPlan(
-            ids=ids, lengths=lengths, buckets=buckets, block_tokens=np.minimum(lengths // 2, 512) * 16, seed=0,
-            epoch=0, batch_samples=batch_samples, context_budget=STEP_BUDGET, block_budget=MANY,
+            ids=ids, lengths=lengths, buckets=buckets, block_tokens=np.minimum(lengths // 2, 512) * 16,
+            seed=0, epoch=0, batch_samples=batch_samples, context_budget=STEP_BUDGET, block_budget=MANY,
         )  # fmt: skip
 
     plan, t_plan = timed("step plan, G = 512 (its order again)", lambda: plan_of(512))
@@ -138,19 +139,17 @@ def main() -> None:
             f"{microbatches:.1f} microbatches a step; cut by edge and budget alone {plain:.2%}"
         )
 
-    print(
-        f"\nWorst deviation from a bucket's share, in samples ({options.orders} random orders of 1 to 16 buckets)"
-    )
+    print(f"\nWorst deviation from a bucket's share, in samples ({options.orders} random orders)")
     worst = np.zeros((2, 2))
     for _ in range(options.orders):
         counts = np.exp(rng.uniform(0, rng.uniform(1, 9), rng.integers(1, 17))).astype(np.int64)
         places = interleave(counts, seed=int(rng.integers(1000)), epoch=int(rng.integers(100)))
         worst = np.maximum(worst, [deviation(places, counts), deviation(naive(counts), counts)])
     ours = deviation(interleave(np.bincount(buckets), seed=0, epoch=0), np.bincount(buckets))
-    print(f"  {'':<44}{'prefix':>8}{'window':>9}")
-    print(f"  {'the plan above':<44}{ours[0]:>8.3f}{ours[1]:>9.3f}")
-    print(f"  {'random orders (promised: below 1 and 2)':<44}{worst[0, 0]:>8.3f}{worst[0, 1]:>9.3f}")
-    print(f"  {'the same, merged by (r + 0.5)/n':<44}{worst[1, 0]:>8.3f}{worst[1, 1]:>9.3f}")
+    print(f"  {'':<44}{'prefix':>9}{'window':>9}")
+    print(f"  {'the plan above':<44}{ours[0]:>9.5f}{ours[1]:>9.5f}")
+    print(f"  {'random orders (promised: below 1 and 2)':<44}{worst[0, 0]:>9.5f}{worst[0, 1]:>9.5f}")
+    print(f"  {'the same, merged by (r + 0.5)/n':<44}{worst[1, 0]:>9.5f}{worst[1, 1]:>9.5f}")
 
 
 if __name__ == "__main__":

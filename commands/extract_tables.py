@@ -6,20 +6,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dflash_tool.commands.format import count, duration, share, size
+from dflash_tool.commands.format import count, duration, facts, share, size
 from dflash_tool.pipeline import ExtractResult
 from dflash_tool.planning import BucketPlan, ExtractionPlan
 from dflash_tool.schemas.manifest import Manifest
-
-
-def facts(rows: Sequence[tuple[str, str]]) -> Table:
-    """A borderless table of names and values."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
 
 
 def plan_text(plan: ExtractionPlan) -> RenderableType:
@@ -77,7 +67,12 @@ def result_text(result: ExtractResult) -> RenderableType:
     if result.removed:
         rows.append(("cleaned up", f"{count(len(result.removed))} leftovers of a run that was stopped"))
     if manifest.quarantined:
-        rows.append(("quarantined", f"{count(len(manifest.quarantined))} samples with NaN or Inf states: see manifest.json"))
+        rows.append(
+            (
+                "quarantined",
+                f"{count(len(manifest.quarantined))} samples with NaN or Inf states: see manifest.json",
+            )
+        )
     return Group(
         Text.assemble("Complete: ", where),
         facts(rows),

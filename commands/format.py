@@ -1,6 +1,9 @@
 """How numbers look to people: counts with separators, bytes in decimal units, times, shares, bars."""
 
+from collections.abc import Sequence
+
 from rich.filesize import decimal
+from rich.table import Table
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -34,3 +37,13 @@ def bar(value: float, width: int) -> str:
     eighths = round(max(0.0, min(1.0, value)) * width * 8)
     full, part = divmod(eighths, 8)
     return "█" * full + (_EIGHTHS[part] if part else "")
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> Table:
+    """A borderless table of names and values."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, value)
+    return table

@@ -1,3 +1,167 @@
-"""x"""
-def stats() -> None:
-    """x."""
+"""`dflash stats`: what is in a store, and whether every byte of it is what was written."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from dflash_tool.commands.format import bar, count, facts, share, size
+from dflash_tool.errors import StoreError
+
+if TYPE_CHECKING:
+    from dflash_tool.stats import StoreStats
+    from dflash_tool.store.verify import Damage
+
+_BAR_CELLS = 32
+
+
+def stats(
+    store: Annotated[Path, typer.Argument(help="A store that `dflash extract` made or is making.", show_default=False)],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hash every byte again; exit 1 and name what is damaged.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Show what is in a store: samples, tokens, bytes, layers, a table by bucket, the lengths.
+
+    Example: dflash stats ./store --verify
+    """
+    from dflash_tool.stats import store_stats
+
+    console = Console()
+    damage = list(_verify(store, Console(stderr=True))) if verify else None
+    try:
+        seen = store_stats(store)
+    except StoreError:
+        if not damage:  # too damaged to count: the list of damage says more than the first thing that fails
+            raise
+        seen = None
+    if as_json:
+        document: dict[str, Any] = seen.as_json() if seen else {"store": str(store)}
+        if damage is not None:
+            document["damage"] = [_damage_json(found) for found in damage]
+        print(json.dumps(document, indent=2))  # noqa: T201 - the one document on stdout
+    else:
+        if seen:
+            console.print(stats_text(seen))
+        if damage is not None:
+            console.print(_damage_text(damage))
+    if damage:
+        raise typer.Exit(1)
+
+
+def _verify(store: Path, messages: Console) -> "Iterator[Damage]":
+    from dflash_tool.store.verify import bytes_to_verify, verify
+
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
+        task = progress.add_task("verify", total=bytes_to_verify(store))
+        yield from verify(store, progress=lambda nbytes: progress.advance(task, nbytes))
+
+
+def stats_text(seen: "StoreStats") -> RenderableType:
+    """A store at a glance, for a terminal of 80 columns or more."""
+    from dflash_tool.stats import target_padding
+
+    manifest = seen.manifest
+    target = manifest.target
+    state = (
+        "complete" if manifest.complete else f"unfinished: {count(seen.samples)} of {count(manifest.samples)} samples"
+    )
+    rows = [
+        (
+            "target",
+            f"{target.name} ({target.model_type}, {target.num_layers} layers, hidden size {target.hidden_size})",
+        ),
+        (
+            "layers",
+            f"{', '.join(map(str, manifest.layers))}, computed in {target.dtype}, stored as {manifest.store_dtype}",
+        ),
+        (
+            "samples",
+            f"{count(seen.samples)} with {count(seen.tokens)} tokens, "
+            f"{share(seen.supervised_tokens / max(seen.tokens, 1))} supervised",
+        ),
+        ("lengths", ", ".join(f"p{p} {count(value)}" for p, value in seen.percentiles.items()) or "none yet"),
+        (
+            "on disk",
+            f"{size(seen.shard_bytes)} in {count(seen.shards)} shards, "
+            f"{share(seen.overhead_bytes / max(seen.shard_bytes, 1), 2)} of it no real rows; "
+            f"{size(seen.other_bytes)} beside them",
+        ),
+        (
+            "padding",
+            f"{share(target_padding(manifest), 2)} of the tokens the target computes (none is stored)",
+        ),
+    ]
+    if manifest.run:
+        rows.append(
+            (
+                "last run",
+                f"{manifest.run.real_tokens / manifest.run.seconds:,.0f} tokens/s, in flight at most "
+                f"{size(manifest.run.peak_inflight_bytes)} of {size(manifest.run.inflight_limit_bytes)}",
+            )
+        )
+    skipped = ", ".join(f"{count(n)} {reason}" for reason, n in sorted(manifest.skipped.items()))
+    if skipped:
+        rows.append(("skipped", skipped))
+    if manifest.quarantined:
+        rows.append(("quarantined", f"{count(len(manifest.quarantined))} samples with NaN or Inf states"))
+    return Group(
+        Text.assemble((str(seen.store), "bold"), f"  {state}"),
+        facts(rows),
+        "",
+        _buckets(seen),
+        "",
+        *_histogram(seen),
+    )
+
+
+def _buckets(seen: "StoreStats") -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("bucket", "length", "samples", "tokens", "share", "if padded", "shards"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for b in seen.buckets:
+        samples = count(b.samples) if b.samples == b.planned else f"{count(b.samples)}/{count(b.planned)}"
+        table.add_row(
+            str(b.bucket), f"{b.lower + 1}-{b.upper}", samples, count(b.tokens), share(b.token_share),
+            f"{share(b.padded_share)} lost", count(b.shards),
+        )  # fmt: skip
+    return table
+
+
+def _histogram(seen: "StoreStats") -> Iterator[Text]:
+    if not seen.histogram:
+        return
+    most = max(samples for _, _, samples in seen.histogram)
+    spans = [f"{first}-{last}" if last > first else str(first) for first, last, _ in seen.histogram]
+    width = max(map(len, spans))
+    yield Text("length, samples", style="dim")
+    for span, (_, _, samples) in zip(spans, seen.histogram, strict=True):
+        drawn = bar(samples / most, _BAR_CELLS)
+        yield Text.assemble(f"{span:>{width}}  ", (drawn, "cyan"), f"{' ' if drawn else ''}{count(samples)}")
+
+
+def _damage_text(damage: "list[Damage]") -> RenderableType:
+    if not damage:
+        return Text("Verified: every byte is as it was written.", style="green")
+    lines = [Text(f"Damaged: {count(len(damage))} finding{'s' if len(damage) > 1 else ''}", style="bold red")]
+    lines += [Text(f"  {found.kind}: {found.path}: {found.detail}") for found in damage]
+    lines.append(Text("Run the `dflash extract` that made it again with --verify: it makes what is damaged anew."))
+    return Group(*lines)
+
+
+def _damage_json(found: "Damage") -> dict[str, Any]:
+    return {
+        "kind": found.kind,
+        "path": str(found.path),
+        "detail": found.detail,
+        "shard": str(found.shard) if found.shard else None,
+        "samples": [sample.hex() for sample in found.sample_ids],
+    }

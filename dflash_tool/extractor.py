@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dflash_tool.buckets import Batch
 from dflash_tool.queue import BucketedHSQueue, Item, QueueClosed
+from dflash_tool.schemas.config import LayerId
 from dflash_tool.target import Captured
 from dflash_tool.window import InflightWindow
 
@@ -47,7 +48,7 @@ class HiddenStates:
 
     samples: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    states: dict[int, NDArray[Any]]
+    states: dict[LayerId, NDArray[Any]]
     quarantined: NDArray[np.int64]
     real_tokens: int
     padded_tokens: int

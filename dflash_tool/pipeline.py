@@ -15,34 +15,27 @@ from typing import Any
 
 import numpy as np
 import yaml
-from numpy.typing import NDArray
 
 from dflash_tool.errors import DflashError, Interrupted, StoreError
 from dflash_tool.extractor import BatchPrefetcher, HiddenStates, StateQueue, TargetForwardLoop, TargetQueue, iter_queue
-from dflash_tool.planning import ExtractionPlan, bucket_edges, make_plan, prepare_samples
+from dflash_tool.planning import ExtractionPlan, make_plan, prepare_samples
 from dflash_tool.resolving import Resolved, resolve
+from dflash_tool.resuming import OpenStore, check_left, check_out, open_store
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.manifest import Manifest, RunSummary
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.checksums import write_checksums
-from dflash_tool.store.disk import check_room
-
-from dflash_tool.store.files import TEMP_PREFIX, disk_errors, replace_file
-from dflash_tool.store.layout import HEAD, MANIFEST, SAMPLES
-from dflash_tool.store.lock import LOCK, RunLock
-from dflash_tool.store.manifest import check_same_settings, read_manifest, settings_fingerprint, write_manifest
-from dflash_tool.store.recover import read_index, recover
-from dflash_tool.store.samples import Samples
+from dflash_tool.store.files import disk_errors, replace_file
+from dflash_tool.store.layout import HEAD, MANIFEST
+from dflash_tool.store.lock import RunLock
+from dflash_tool.store.manifest import settings_fingerprint, write_manifest
+from dflash_tool.store.recover import read_index
 from dflash_tool.store.writer import ShardWriter
 from dflash_tool.target import TargetModel
 from dflash_tool.telemetry import ExtractTelemetry, Gauges
 from dflash_tool.window import InflightWindow
 
 _CONFIG = "extract.yaml"
-# Settings that samples.arrow depends on; with these equal it is used as it is.
-_PREPARED_BY = {
-    "tokenizer", "template", "template_args", "turns", "data", "max_length", "overlength", "mask_token_id",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +67,7 @@ class ExtractResult:
 def plan(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) -> ExtractionPlan:
     """What `extract` would do with this config. Nothing is left on disk."""
     telemetry = telemetry or ExtractTelemetry()
-    _check_out(config.out)
+    check_out(config.out)
     resolved = resolve(config, telemetry)
     with tempfile.TemporaryDirectory(prefix="dflash-") as folder:
         samples, edges, stats = prepare_samples(resolved, Path(folder), telemetry)
@@ -87,7 +80,7 @@ def extract(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) ->
     At any moment the store is good as far as it is committed: after a kill the same call goes on.
     """
     telemetry = telemetry or ExtractTelemetry()
-    _check_out(config.out)
+    check_out(config.out)
     resolved = resolve(config, telemetry)
     made = not config.out.exists()
     with disk_errors(config.out, "create"):
@@ -102,72 +95,25 @@ def extract(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) ->
 
 
 def _extract(resolved: Resolved, telemetry: ExtractTelemetry, lock: RunLock, stop: StopSignals) -> ExtractResult:
-    root = resolved.config.out
-    telemetry.stage("looking at the store")
-    earlier = read_manifest(root) if (root / MANIFEST).exists() else None
-    recovered = recover(root, earlier.layers if earlier else resolved.settings["layer_ids"])
-    job = _plan_in(root, resolved, telemetry, earlier, committed=len(recovered.index) > 0)
-    held = recovered.index.find(job.samples.sample_ids) >= 0
-    if int(held.sum()) != len(recovered.index):
-        raise StoreError(f"{root}: its shards hold samples that {SAMPLES} doesn't: run `dflash stats {root} --verify`")
-    if earlier is not None and earlier.complete and len(recovered.index) + len(earlier.quarantined) == len(job.samples):
-        return ExtractResult(
-            store=root, manifest=earlier, held_samples=len(recovered.index), run=None, plan=job, removed=recovered.removed
-        )
-    _check_room(root, job, held)
-    _save_settings(root, job)
-    target = _load_target(root, resolved, telemetry)
-    manifest, run = _run(job, target, held, telemetry, lock, stop)
+    store = open_store(resolved, telemetry)
+    manifest, run = store.finished, None
+    if manifest is None:
+        check_left(store.plan, store.held)
+        _save_settings(store.plan)
+        target = _load_target(resolved, telemetry)
+        manifest, run = _run(store, target, telemetry, lock, stop)
     return ExtractResult(
-        store=root, manifest=manifest, held_samples=int(held.sum()), run=run, plan=job, removed=recovered.removed
+        store=resolved.config.out,
+        manifest=manifest,
+        held_samples=int(store.held.sum()),
+        run=run,
+        plan=store.plan,
+        removed=store.removed,
     )
 
 
-def _plan_in(
-    root: Path, resolved: Resolved, telemetry: ExtractTelemetry, earlier: Manifest | None, *, committed: bool
-) -> ExtractionPlan:
-    """The plan for a store: with the samples that lie there if they are still right, else prepared (again).
-
-    Once a shard is committed nothing may differ: StoreError with the old and the new value.
-    """
-    if earlier is not None:
-        now = earlier.model_copy(update=resolved.settings)
-        if committed or earlier.complete:
-            check_same_settings(root, earlier, now)
-        if all(getattr(earlier, name) == getattr(now, name) for name in _PREPARED_BY):
-            samples = Samples.open(root)
-            edges = bucket_edges(resolved.config, samples.lengths.astype(np.int64))
-            if committed or earlier.complete:
-                check_same_settings(root, earlier, now.model_copy(update={"edges": edges}))
-            if edges == earlier.edges:
-                return make_plan(resolved, samples, edges, earlier=earlier)
-    samples, edges, stats = prepare_samples(resolved, root, telemetry)
-    return make_plan(resolved, samples, edges, prepared=stats)
-
-
-def _check_out(out: Path) -> None:
-    """StoreError unless `out` is new, empty, or a store (perhaps one that was killed before its manifest)."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise StoreError(f"--out: {out} is a file; give a new folder, or a store to go on with")
-    names = {entry.name for entry in out.iterdir()}
-    foreign = {name for name in names - {SAMPLES, LOCK} if not name.startswith(TEMP_PREFIX)}
-    if foreign and MANIFEST not in names:
-        raise StoreError(
-            f"--out: {out} holds something else ({', '.join(sorted(foreign)[:3])}) and no {MANIFEST}; give a new or "
-            "empty folder, or a store to go on with"
-        )
-
-
-def _check_room(root: Path, job: ExtractionPlan, held: NDArray[np.bool_]) -> None:
-    """Refuse a plan that the disk has no room for, before the first shard."""
-    lengths = job.samples.lengths.astype(np.int64)
-    left = 1 - int(lengths[held].sum()) / int(lengths.sum())
-    check_room(root, int((job.disk.shards + job.disk.index) * left) + job.disk.head)
-
-
-def _save_settings(root: Path, job: ExtractionPlan) -> None:
+def _save_settings(job: ExtractionPlan) -> None:
+    root = job.resolved.config.out
     write_manifest(root, job.manifest)
     resolved = job.resolved.config.model_dump(mode="json", exclude_none=True)
     resolved |= {name: job.resolved.settings[name] for name in ("max_length", "batch_tokens", "mask_token_id")}
@@ -176,9 +122,10 @@ def _save_settings(root: Path, job: ExtractionPlan) -> None:
         replace_file(root / _CONFIG, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True).encode())
 
 
-def _load_target(root: Path, resolved: Resolved, telemetry: ExtractTelemetry) -> TargetModel:
+def _load_target(resolved: Resolved, telemetry: ExtractTelemetry) -> TargetModel:
     """Load the target; write `head/` and the checksums where they are missing."""
     telemetry.stage("loading the target")
+    root = resolved.config.out
     temporary = root / f".tmp-{HEAD}"
     write_head = not (root / HEAD).is_dir()
     with disk_errors(root / HEAD, "write"):
@@ -199,14 +146,14 @@ def _load_target(root: Path, resolved: Resolved, telemetry: ExtractTelemetry) ->
 
 
 def _run(
-    job: ExtractionPlan,
+    store: OpenStore,
     target: TargetModel,
-    held: NDArray[np.bool_],
     telemetry: ExtractTelemetry,
     lock: RunLock,
     stop: StopSignals,
 ) -> tuple[Manifest, RunSummary]:
     """Carry the plan out; the caller's thread writes. Returns the completed manifest."""
+    job, held = store.plan, store.held
     config, manifest, samples = job.resolved.config, job.manifest, job.samples
     lengths = samples.lengths.astype(np.int64)
     window = InflightWindow(job.resolved.inflight_limit, job.resolved.places)
@@ -227,6 +174,11 @@ def _run(
         out=targets,
     )
     loop = TargetForwardLoop(target=target, source=targets, out=states)
+
+    def run_target() -> None:
+        loop.run()
+        states.close()
+
     writer = ShardWriter(
         config.out,
         layer_ids=manifest.layers,
@@ -238,7 +190,7 @@ def _run(
     )
     threads = [
         _start("prefetcher", prefetcher.run, abort),
-        _start("target", lambda: (loop.run(), states.close()), abort),
+        _start("target", run_target, abort),
     ]
     telemetry.start(
         samples=len(samples),
@@ -296,7 +248,7 @@ def _start(name: str, run: Callable[[], object], abort: Callable[[BaseException]
     def guarded() -> None:
         try:
             run()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+        except BaseException as error:
             abort(error)
 
     thread = threading.Thread(target=guarded, name=name, daemon=True)
@@ -329,9 +281,7 @@ def _check_quarantine(job: ExtractionPlan, quarantined: list[int]) -> None:
         )
 
 
-def _complete(
-    job: ExtractionPlan, quarantined: list[int], telemetry: ExtractTelemetry
-) -> tuple[Manifest, RunSummary]:
+def _complete(job: ExtractionPlan, quarantined: list[int], telemetry: ExtractTelemetry) -> tuple[Manifest, RunSummary]:
     """Check that every sample is committed or quarantined, and say so in the manifest."""
     root, seen = job.resolved.config.out, telemetry.snapshot()
     committed = len(read_index(root, job.manifest.layers))

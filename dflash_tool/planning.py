@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_tool.buckets import Batch, check_edges, choose_edges, epoch_order, extraction_batches, padding_share
+from dflash_tool.buckets import (
+    Batch,
+    check_edges,
+    choose_edges,
+    epoch_order,
+    extraction_batches,
+    padding_share,
+)
 from dflash_tool.errors import ConfigError
 from dflash_tool.prompts import Preparation, PrepareOptions, PrepareStats
 from dflash_tool.resolving import CONSUMERS, TARGETS, Resolved
@@ -233,9 +240,7 @@ def _bucket_plans(
     ]
 
 
-def _disk_need(
-    resolved: Resolved, manifest: Manifest, samples: Samples, buckets: list[BucketPlan]
-) -> DiskNeed:
+def _disk_need(resolved: Resolved, manifest: Manifest, samples: Samples, buckets: list[BucketPlan]) -> DiskNeed:
     """Sizes of a store whose shards are cut by size alone (commits by age add at most 63 rows a shard and layer)."""
     shards = predict_bytes(
         [bucket.tokens for bucket in buckets],

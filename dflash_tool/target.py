@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dflash_tool.errors import ConfigError, TargetError
-from dflash_tool.schemas.config import ComputeDtype, StoreDtype
+from dflash_tool.schemas.config import ComputeDtype, LayerId, StoreDtype
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
@@ -169,7 +169,7 @@ class Captured:
     other; finite: bool [kept samples], False where a row of any layer holds NaN or Inf.
     """
 
-    states: dict[int, NDArray[Any]]
+    states: dict[LayerId, NDArray[Any]]
     finite: NDArray[np.bool_]
 
 
@@ -209,7 +209,9 @@ class TargetModel:
     ) -> "TargetModel":
         """Load the weights in their own dtype, write `head` if it is asked for, then truncate and cast."""
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
+        from transformers.utils import logging  # noqa: PLC0415
 
+        logging.disable_progress_bar()  # the panel shows that the target is loading
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 target.path, dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code
@@ -244,7 +246,7 @@ class TargetModel:
         whole = len(rows) == batch * width
         index = torch.from_numpy(rows.astype(np.int64)).to(self.device)
         sample_of_row = np.repeat(np.arange(len(kept)), lengths[kept])
-        states: dict[int, NDArray[Any]] = {}
+        states: dict[LayerId, NDArray[Any]] = {}
         finite = np.ones(len(kept), np.bool_)
         for layer in self.layers:
             flat = self._captured.pop(layer).reshape(batch * width, -1).to(self._store_dtype)
@@ -273,7 +275,10 @@ def write_head(model: Any, target: TargetFolder, folder: Path) -> None:
         tensors["lm_head.bias"] = output.bias
     tensors |= {f"norm.{name}": value for name, value in _final_norm(model).named_parameters()}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.detach().contiguous().cpu() for name, value in tensors.items()}, folder / "head.safetensors")
+    save_file(
+        {name: value.detach().contiguous().cpu() for name, value in tensors.items()},
+        folder / "head.safetensors",
+    )
     (folder / "config.json").write_bytes((target.path / "config.json").read_bytes())
 
 
@@ -290,14 +295,14 @@ def _layer_list(decoder: nn.Module, count: int) -> nn.ModuleList:
 
 def _decoder_and_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
     decoder = model.get_decoder()
-    return decoder, _layer_list(decoder, decoder.config.get_text_config(decoder=True).num_hidden_layers)
+    return decoder, _layer_list(decoder, model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _truncate(model: Any, deepest: int) -> nn.Module:
     """The decoder with the layers 0..deepest alone (config and list shortened alike)."""
     decoder, layers = _decoder_and_layers(model)
     del layers[deepest + 1 :]
-    decoder.config.get_text_config(decoder=True).num_hidden_layers = deepest + 1
+    model.config.get_text_config(decoder=True).num_hidden_layers = deepest + 1
     return decoder
 
 

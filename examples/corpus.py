@@ -6,13 +6,13 @@
   "complete ...".
 * ``chitchat``: the two-person chats of the PyPI package ``chitchat-dataset``; the first speaker is the user.
 
-A chat is one document with an identity (page, file or conversation); the *identity* is hashed to decide whether
-it is held out, so no document is on both sides. Everything else that looks random (which phrasing, which
-neighbours are joined into one chat of several turns) is a hash too: the same folders give the same corpus, in
-the same order.
+A chat is one document with an identity (page, file or conversation); the *identity* is hashed to decide
+whether it is held out, so no document is on both sides. Everything else that looks random (which phrasing,
+which neighbours are joined into one chat of several turns) is a hash too: the same folders give the same
+corpus, in the same order.
 
-All text is reduced to ASCII (typographic quotes and dashes are replaced, the rest is dropped): a tiny model is
-to spend its capacity on language.
+All text is reduced to ASCII (typographic quotes and dashes are replaced, the rest is dropped): a tiny model
+is to spend its capacity on language.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ASCII = str.maketrans(
         "\u00a0": " ",
         "\u2192": "->",
         "\u00d7": "x",
-    }  # fmt: skip
+    }
 )
 _SECTION_ASKS = ("Tell me about {t}.", "What is {t}?", "Explain {t}.", "Write a section about {t}.", "{t}?")
 _API_ASKS = ("What does {t} do?", "How do I use {t}?", "Document {t}.", "Explain {t} to me.")
@@ -148,7 +148,7 @@ def _answers(ask: str, text: str) -> Iterator[list[Message]]:
 
 
 def stdlib_chats(folder: Path) -> Iterator[Chat]:
-    """Ask for the functions and classes of every module under ``folder``, tests and installed packages left out."""
+    """Ask for the functions and classes of every module under ``folder``, but not of tests or packages."""
     for path in sorted(folder.rglob("*.py")):
         inside = path.relative_to(folder)
         if _SKIP_PARTS & set(inside.parts):
@@ -230,8 +230,10 @@ def _is_junk(text: str) -> bool:
 def read_corpus(docs: Path, stdlib: Path, chitchat: Path) -> list[Chat]:
     """Read all chats of the three sources. Raises ``SystemExit`` naming a source that gave none."""
     readers: dict[str, Iterable[Chat]] = {
-        "docs": doc_chats(docs), "stdlib": stdlib_chats(stdlib), "chitchat": chitchat_chats(chitchat)
-    }  # fmt: skip
+        "docs": doc_chats(docs),
+        "stdlib": stdlib_chats(stdlib),
+        "chitchat": chitchat_chats(chitchat),
+    }
     chats: list[Chat] = []
     for source, reader in readers.items():
         found = list(reader)

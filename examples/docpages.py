@@ -2,8 +2,8 @@
 
 One pass of the standard library's HTML parser over the page's main body. Text is collected into blocks
 (paragraph, list item, table row, code, signature); a heading opens a section, which ends where the next one
-begins; a ``dd`` that closes under a signature ends a definition. Blocks inside a definition belong to the section
-too, so a reader of both sees that text twice, once in its context and once alone.
+begins; a ``dd`` that closes under a signature ends a definition. Blocks inside a definition belong to the
+section too, so a reader of both sees that text twice, once in its context and once alone.
 """
 
 from __future__ import annotations
@@ -41,11 +41,8 @@ class _Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         classes = dict(attrs).get("class") or ""
-        if tag == "div" and classes == "body":
-            self._in_body = True
-        if tag == "div" and "sphinxsidebar" in classes:
-            self._finish_section()
-            self._in_body = False
+        if tag == "div":
+            self._enter_or_leave_body(classes)
         if not self._in_body:
             return
         if self._muted or (tag == "a" and "headerlink" in classes) or tag in {"script", "style"}:
@@ -92,14 +89,8 @@ class _Reader(HTMLParser):
             self._blocks.append(f"`{signature}`")
         elif tag in _BREAKS:
             self._flush()
-            if tag == "dd" and self._signatures and (at := self._signatures[-1]) is not None:
-                self._signatures[-1] = None
-                if len(self._blocks) > at + 1:
-                    self.page.definitions.append(
-                        (self._blocks[at].strip("`"), "\n\n".join(self._blocks[at:]))
-                    )
-            elif tag == "dl" and self._signatures:
-                self._signatures.pop()
+            if tag in {"dd", "dl"} and self._signatures:
+                self._finish_definition(tag)
 
     def handle_data(self, data: str) -> None:
         if self._in_body and not self._muted:
@@ -113,6 +104,23 @@ class _Reader(HTMLParser):
         if text:
             self._blocks.append(self._bullet + text)
             self._bullet = ""
+
+    def _enter_or_leave_body(self, classes: str) -> None:
+        if classes == "body":
+            self._in_body = True
+        if "sphinxsidebar" in classes:
+            self._finish_section()
+            self._in_body = False
+
+    def _finish_definition(self, tag: str) -> None:
+        """Keep, at the end of a ``dd``, what stands since its signature; leave the list at the end of a ``dl``."""
+        if tag == "dl":
+            self._signatures.pop()
+        elif (at := self._signatures[-1]) is not None:
+            self._signatures[-1] = None
+            if len(self._blocks) > at + 1:
+                text = "\n\n".join(self._blocks[at:])
+                self.page.definitions.append((self._blocks[at].strip("`"), text))
 
     def _finish_section(self) -> None:
         self._flush()

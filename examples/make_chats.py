@@ -1,19 +1,20 @@
-"""Let the tiny target answer prompts: ``examples/chats.jsonl``, and the report that ``examples/README.md`` quotes.
+r"""Let the tiny target answer prompts: ``examples/chats.jsonl``, and the report that ``README.md`` quotes.
 
-    python examples/make_chats.py generate --docs ... --stdlib ... --chitchat ... \\
+    python examples/make_chats.py generate --docs ... --stdlib ... --chitchat ... \
         --target examples/tiny-target --out examples/chats.jsonl
     python examples/make_chats.py report --target examples/tiny-target --chats examples/chats.jsonl
 
-``generate`` draws for every conversation: a source, one to three user turns of one of its documents (a quarter
-from held-out ones), perhaps a system message, greedy or sampled decoding, and a length cap (log-normal:
-heavy-tailed). Turn by turn, the target answers all conversations in batches; an answer ends at the target's own
-end of turn, or where the cap leaves no more room for it. A conversation is dropped if an answer is empty, loops,
-repeats an earlier answer, or does not re-tokenise through the chat template to exactly the ids that were
-generated. Each line is
+``generate`` draws for every conversation: a source, one to three user turns of one of its documents (a
+quarter from held-out ones), perhaps a system message, greedy or sampled decoding, and a length cap
+(log-normal: heavy-tailed). Turn by turn, the target answers all conversations in batches; an answer ends at
+the target's own end of turn, or where the cap leaves no more room for it. A conversation is dropped if an
+answer is empty, loops, repeats an earlier answer, or does not re-tokenise through the chat template to
+exactly the ids that were generated. Each line is
 
     {"id": "docs-00007", "decoding": "greedy", "temperature": 0.0, "capped": 0, "messages": [...]}
 
-with ``capped`` the number of answers cut at the cap. The file is a pure function of the arguments (and torch build).
+with ``capped`` the number of answers cut at the cap. The file is a pure function of the arguments (and
+torch build).
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
-
 from corpus import SOURCES, Chat, Message, read_corpus
 from sampler import LOOP_SHARE, Answer, Request, Sampler, distinct_share
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 SOURCE_SHARES = (0.45, 0.30, 0.25)
 TEMPERATURES = (0.6, 0.7, 0.8, 0.9)
@@ -192,7 +192,8 @@ def generate(options: argparse.Namespace) -> None:
     dropped = Counter((c.fault, "sampled" if c.temperature else "greedy") for c in conversations if c.fault)
     seconds = time.monotonic() - start
     print(
-        f"{len(sound)} sound of {len(conversations)}, {len(lines)} written, {seconds:.0f} s; dropped: {dict(dropped)}"
+        f"{len(sound)} sound of {len(conversations)}, {len(lines)} written, {seconds:.0f} s; "
+        f"dropped: {dict(dropped)}"
     )
 
 
@@ -238,7 +239,8 @@ def report(options: argparse.Namespace) -> None:
     print("  conversations:", dict(Counter(row["decoding"] for row in rows)))
     print("  answers cut at the cap:", dict(capped))
     print(
-        f"  greedy answer tokens that are the target's argmax: {argmax:,} of {answered:,} ({argmax / answered:.3%})"
+        f"  greedy answer tokens that are the target's argmax: {argmax:,} of {answered:,} "
+        f"({argmax / answered:.3%})"
     )
     text = json.dumps([row["messages"] for row in rows], ensure_ascii=False)
     empty = sum(not m["content"].strip() for row in rows for m in row["messages"])

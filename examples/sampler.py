@@ -1,18 +1,22 @@
-"""Batched decoding for a small model on a CPU: answer many prompts of different lengths, greedy and sampled mixed.
+"""Batched decoding for a small model on a CPU: many prompts of different lengths, greedy and sampled mixed.
 
 Requests are sorted by their limit and prompt length and cut into batches, so that rows of a batch start and
-stop together. A batch is padded on the left, prefilled once, and then advanced one token a step on the key-value
-cache. Rows that are done are dropped from the cache once a quarter of the batch is done: the cost of a step
-follows the rows that are left.
+stop together. A batch is padded on the left, prefilled once, and then advanced one token a step on the
+key-value cache. Rows that are done are dropped from the cache once a quarter of the batch is done: the cost
+of a step follows the rows that are left.
 
-A row is done at its end-of-turn token, at its limit, or, hopeless, when it loops: less than ``LOOP_SHARE`` of its
-4-grams are distinct. Numbers depend on (model, requests, seed, batch size) alone; arithmetic is fp32.
+A row is done at its end-of-turn token, at its limit, or, hopeless, when it loops: less than ``LOOP_SHARE``
+of its 4-grams are distinct. Numbers depend on (model, requests, seed, batch size) alone; arithmetic is
+fp32.
 """
+
+# Shapes: B rows, T positions, V vocabulary.
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -43,6 +47,37 @@ def distinct_share(ids: Sequence[int], n: int = 4) -> float:
     """Divide distinct n-grams by all n-grams; 1 for a text shorter than ``n``."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
+
+
+@dataclass(kw_only=True)
+class _Row:
+    """A request in work; ``answer`` is there once it is done."""
+
+    request: Request
+    ids: list[int] = field(default_factory=list)
+    answer: Answer | None = None
+
+    def hear(self, token: int, end: int) -> None:
+        """Take the model's next token."""
+        if self.answer is not None:
+            return
+        if token == end or len(self.ids) == self.request.limit:
+            self.answer = Answer(ids=self.ids, ended=token == end, looped=False)
+        else:
+            self.ids.append(token)
+
+    def give_up_on_loop(self) -> None:
+        """Look at the last 256 tokens."""
+        if self.answer is None and distinct_share(self.ids[-256:]) < LOOP_SHARE:
+            self.answer = Answer(ids=self.ids, ended=False, looped=True)
+
+
+def pad_left(prompts: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask, both int64 ``[B, T]``."""
+    width = max(map(len, prompts))
+    ids = [[pad] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
 
 
 class Sampler:
@@ -77,53 +112,39 @@ class Sampler:
         return [answers[i] for i in range(len(requests))]
 
     def _batch(self, requests: list[Request]) -> list[Answer]:
-        width = max(len(request.prompt) for request in requests)
-        ids_BT = torch.full((len(requests), width), self._pad)
-        mask_BT = torch.zeros((len(requests), width), dtype=torch.long)
-        for row, request in enumerate(requests):
-            ids_BT[row, width - len(request.prompt) :] = torch.tensor(request.prompt)
-            mask_BT[row, width - len(request.prompt) :] = 1
+        rows = [_Row(request=request) for request in requests]
+        live = list(rows)  # the rows that the tensors hold
+        ids_BT, mask_BT = pad_left([request.prompt for request in requests], self._pad)
         position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
         temperature_B = torch.tensor([request.temperature for request in requests])
         cache = DynamicCache(config=self._model.config)
-        live = list(range(len(requests)))  # the request of each row that is still in the batch
-        written: list[list[int]] = [[] for _ in requests]
-        done: dict[int, Answer] = {}
         step = 0
-        while True:
-            logits_BV = self._model(
+        while any(row.answer is None for row in rows):
+            logits_BTV = self._model(
                 input_ids=ids_BT,
                 attention_mask=mask_BT,
                 position_ids=position_BT,
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
-            ).logits[:, -1]
-            next_B = self._draw(logits_BV, temperature_B)
-            for row, token in enumerate(next_B.tolist()):
-                at = live[row]
-                if at in done:
-                    continue
-                if token == self._end or len(written[at]) == requests[at].limit:
-                    done[at] = Answer(ids=written[at], ended=token == self._end, looped=False)
-                else:
-                    written[at].append(token)
+            ).logits
+            next_B = self._draw(logits_BTV[:, -1], temperature_B)
+            for row, token in zip(live, next_B.tolist(), strict=True):
+                row.hear(token, self._end)
             step += 1
             if step % LOOK_EVERY == 0:
-                for at in live:
-                    if at not in done and distinct_share(written[at][-256:]) < LOOP_SHARE:
-                        done[at] = Answer(ids=written[at], ended=False, looped=True)
-            if len(done) == len(requests):
-                return [done[at] for at in range(len(requests))]
+                for row in live:
+                    row.give_up_on_loop()
             ids_BT, position_BT = next_B[:, None], position_BT[:, -1:] + 1
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(live), 1)], dim=1)
-            keep = [row for row, at in enumerate(live) if at not in done]
-            if len(keep) < 0.75 * len(live):
-                kept = torch.tensor(keep)
-                cache.batch_select_indices(kept)
-                ids_BT, mask_BT, position_BT = ids_BT[kept], mask_BT[kept], position_BT[kept]
-                temperature_B = temperature_B[kept]
-                live = [live[row] for row in keep]
+            keep = [at for at, row in enumerate(live) if row.answer is None]
+            if keep and len(keep) < 0.75 * len(live):
+                kept_B = torch.tensor(keep)
+                cache.batch_select_indices(kept_B)
+                ids_BT, mask_BT, position_BT = ids_BT[kept_B], mask_BT[kept_B], position_BT[kept_B]
+                temperature_B = temperature_B[kept_B]
+                live = [live[at] for at in keep]
+        return [row.answer for row in rows if row.answer is not None]
 
     def _draw(self, logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
         """Choose the next token of every row: the best, or one of the nucleus of mass ``top_p``."""

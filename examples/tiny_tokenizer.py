@@ -1,8 +1,8 @@
-"""The tiny target's tokenizer: byte-level BPE of 2,048 tokens and a ChatML template with generation markers.
+r"""The tiny target's tokenizer: byte-level BPE of 2,048 tokens and a ChatML template with generation markers.
 
-Byte level: every string encodes, and decodes to itself. The four special tokens come first in the vocabulary. The
-template writes each turn as ``<|im_start|>role\\ncontent<|im_end|>\\n`` and marks the assistant's content and its
-``<|im_end|>`` (what a server generates, not the newline that follows) with ``{% generation %}``, so that
+Byte level: every string encodes, and decodes to itself. The four special tokens come first in the vocabulary.
+The template writes each turn as ``<|im_start|>role\ncontent<|im_end|>\n`` and marks the assistant's content and
+its ``<|im_end|>`` (what a server generates, not the newline that follows) with ``{% generation %}``, so that
 ``apply_chat_template(..., return_assistant_tokens_mask=True)`` gives the loss mask.
 """
 
@@ -56,7 +56,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], max_length: int) -> PreTrainedTokenizerFast:
-    """Learn the merges from ``texts`` and wrap them up for ``transformers``; deterministic in the texts' order."""
+    """Learn the merges from ``texts``, wrap them for ``transformers``; the texts' order matters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,6 +1,6 @@
-"""Train the tiny target: a Qwen3 model of 2.7 M parameters with its own tokenizer, on one CPU thread.
+r"""Train the tiny target: a Qwen3 model of 2.7 M parameters with its own tokenizer, on one CPU thread.
 
-    python examples/train_tiny_target.py --docs /usr/share/doc/python3.11/html --stdlib /usr/lib/python3.11 \\
+    python examples/train_tiny_target.py --docs /usr/share/doc/python3.11/html --stdlib /usr/lib/python3.11 \
         --chitchat chitchat_dataset/dataset.json --out examples/tiny-target --work /tmp/tiny-work
 
 1. Read the corpus (``corpus.py``) and learn the tokenizer (``tiny_tokenizer.py``) from what is not held out.
@@ -17,6 +17,9 @@ Same folders, seed and torch build: same run, unless ``--max-minutes`` (which hu
 machine) cuts it short.
 """
 
+# Shapes: B rows, T positions, H hidden size.
+# ruff: noqa: N803, N806
+
 from __future__ import annotations
 
 import argparse
@@ -29,12 +32,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from corpus import SOURCES, Chat, draw, read_corpus
 from numpy.typing import NDArray
+from tiny_tokenizer import VOCAB_SIZE, train_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from corpus import SOURCES, Chat, draw, read_corpus
-from tiny_tokenizer import VOCAB_SIZE, train_tokenizer
 
 ROW_SHAPES = ((512, 4), (1536, 2))  # tokens a row, rows a step
 MAX_POSITIONS = 2048
@@ -71,8 +73,8 @@ def encode(chats: list[Chat], tokenizer: PreTrainedTokenizerFast) -> list[list[i
 def pack(pieces: list[list[int]], width: int, rng: np.random.Generator, buffer: int = 128) -> Tokens:
     """Lay out rows ``[n, width]`` of whole pieces (at most ``width`` long), best fit first.
 
-    Out of ``buffer`` waiting pieces the longest one that fits is laid down next; where none fits, the shortest
-    is cropped to the room that is left, so no row holds padding.
+    Out of ``buffer`` waiting pieces the longest one that fits is laid down next; where none fits, the
+    shortest is cropped to the room that is left, so no row holds padding.
     """
     queue = [pieces[i] for i in rng.permutation(len(pieces))]
     waiting: list[list[int]] = []
@@ -93,10 +95,10 @@ def pack(pieces: list[list[int]], width: int, rng: np.random.Generator, buffer: 
 
 
 def epoch_of_batches(encoded: list[list[int]], seed: int) -> list[Tokens]:
-    """Lay out one pass over the corpus as batches ``[rows, width + 1]``, the two shapes mixed in random order.
+    """Lay out one pass over the corpus as batches ``[rows, width + 1]``, the two shapes in random order.
 
-    Chats of up to 512 tokens go to short rows, and so do, cut in pieces, three of five longer ones; the others
-    go to the long rows, cut only where they are longer than these.
+    Chats of up to 512 tokens go to short rows, and so do, cut in pieces, three of five longer ones; the
+    others go to the long rows, cut only where they are longer than these.
     """
     rng = np.random.default_rng(seed)
     (short, _), (long, _) = ROW_SHAPES

@@ -60,6 +60,7 @@ class ExtractConfig(BaseModel):
     max_bad: float = Field(default=0.01, ge=0, le=1, description="share of samples with NaN or Inf states")
     seed: int = Field(default=0, ge=0, lt=2**63)
     strict: bool = False
+    verify: bool = Field(default=False, description='hash the shards that are there, and make damaged ones again')
 
     @model_validator(mode="before")
     @classmethod

@@ -39,7 +39,8 @@ def main(dist: Path) -> None:
         sys.exit(f"{wheel.name}: no LICENSE")
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
-            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, str(wheel)], check=True
+            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, str(wheel)],
+            check=True,
         )
         shown = subprocess.run(
             [sys.executable, "-m", "dflash_tool", "--version"],

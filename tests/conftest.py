@@ -44,9 +44,7 @@ def random_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
                 "tie_word_embeddings": tied, "initializer_range": 0.2,
             }  # fmt: skip
             model = (
-                Qwen3ForCausalLM(Qwen3Config(**sizes))
-                if family == "qwen3"
-                else LlamaForCausalLM(LlamaConfig(**sizes))
+                Qwen3ForCausalLM(Qwen3Config(**sizes)) if family == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
             )
             folder = tmp_path_factory.mktemp(f"{family}-{layers}-{tied}")
             model.save_pretrained(folder)

@@ -80,8 +80,7 @@ PLAIN = """\
 
 # The answer's end token only behind the last turn: what a conversation of plain text with an eos looks like.
 PLAIN_EOS = """\
-{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last %}{{ '\\n' }}
-{% elif m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}
+{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last %}{{ '\\n' }}{% elif m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}"""
 
 STRICT = """\

@@ -89,7 +89,7 @@ def test_counts_are_checked() -> None:
 
 
 def splitmix64(state: int) -> int:
-    """One output of the generator as published, written from its definition: state += GAMMA, then finalise."""
+    """Give one output of the generator from its published definition: state += GAMMA, then finalise."""
     z = (state + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
@@ -124,7 +124,7 @@ def test_keys_never_change() -> None:
         "c661b3829155cbc8",
         "b8f71d0832c6dc75",
     ]
-    assert interleave(np.array([5, 1, 3]), seed=7, epoch=3).tolist() == [1, 0, 2, 0, 0, 2, 0, 2, 0]
+    assert interleave(np.array([5, 1, 3]), seed=7, epoch=3).tolist() == [1, 0, 2, 0, 2, 0, 0, 2, 0]
 
 
 @some

@@ -1,0 +1,137 @@
+"""What lies in a store already, and how a run goes on from there.
+
+`open_store` cleans up after a run that was killed, drops what is damaged, settles on the samples, lays out the plan
+and counts what is held. Once a shard is committed no setting may differ; before that, changed data or settings are
+simply prepared again.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_tool.errors import StoreError
+from dflash_tool.planning import ExtractionPlan, bucket_edges, make_plan, prepare_samples
+from dflash_tool.resolving import Resolved
+from dflash_tool.schemas.manifest import Manifest
+from dflash_tool.store.disk import check_room
+from dflash_tool.store.files import TEMP_PREFIX, disk_errors
+from dflash_tool.store.layout import HEAD, MANIFEST, SAMPLES
+from dflash_tool.store.lock import LOCK
+from dflash_tool.store.manifest import check_same_settings, read_manifest
+from dflash_tool.store.recover import drop_shards, recover
+from dflash_tool.store.samples import Samples
+from dflash_tool.store.scan import scan
+from dflash_tool.store.verify import bytes_to_verify, verify
+from dflash_tool.telemetry import ExtractTelemetry
+
+# Settings that samples.arrow depends on; with these equal it is used as it is.
+_PREPARED_BY = {
+    "tokenizer", "template", "template_args", "turns", "data", "max_length", "overlength", "mask_token_id",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenStore:
+    """A store that a run can go on with.
+
+    held: [N] bool, the samples committed already; earlier: the manifest of the run before, if there was one;
+    removed: what was cleaned up, in words.
+    """
+
+    plan: ExtractionPlan
+    held: NDArray[np.bool_]
+    earlier: Manifest | None
+    removed: tuple[str, ...]
+
+    @property
+    def finished(self) -> Manifest | None:
+        """The manifest of a complete store of which nothing is missing, else None."""
+        if self.earlier is None or not self.earlier.complete:
+            return None
+        return self.earlier if int(self.held.sum()) + len(self.earlier.quarantined) == len(self.held) else None
+
+
+def check_out(out: Path) -> None:
+    """StoreError unless `out` is new, empty, or a store (perhaps one that was killed before its manifest)."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise StoreError(f"--out: {out} is a file; give a new folder, or a store to go on with")
+    names = {entry.name for entry in out.iterdir()}
+    foreign = {name for name in names - {SAMPLES, LOCK} if not name.startswith(TEMP_PREFIX)}
+    if foreign and MANIFEST not in names:
+        raise StoreError(
+            f"--out: {out} holds something else ({', '.join(sorted(foreign)[:3])}) and no {MANIFEST}; give a new or "
+            "empty folder, or a store to go on with"
+        )
+
+
+def open_store(resolved: Resolved, telemetry: ExtractTelemetry) -> OpenStore:
+    """Look at the store `--out`, clean it up, and plan what is left to do. The caller holds the store's lock.
+
+    Raises StoreError where settings differ from those of committed shards, with both values side by side.
+    """
+    root = resolved.config.out
+    telemetry.stage("looking at the store")
+    earlier = read_manifest(root) if (root / MANIFEST).exists() else None
+    fixed = earlier is not None and (earlier.complete or bool(scan(root).committed))
+    if earlier is not None and fixed:
+        check_same_settings(root, earlier, earlier.model_copy(update=resolved.settings))
+        _drop_damaged(root, telemetry, rehash=resolved.config.verify)
+    recovered = recover(root, earlier.layers if earlier else resolved.settings["layer_ids"])
+    job = _plan_in(root, resolved, telemetry, earlier, fixed=fixed)
+    held = recovered.index.find(job.samples.sample_ids) >= 0
+    if int(held.sum()) != len(recovered.index):
+        raise StoreError(f"{root}: its shards hold samples that {SAMPLES} doesn't: run `dflash stats {root} --verify`")
+    return OpenStore(plan=job, held=held, earlier=earlier, removed=recovered.removed)
+
+
+def _plan_in(
+    root: Path, resolved: Resolved, telemetry: ExtractTelemetry, earlier: Manifest | None, *, fixed: bool
+) -> ExtractionPlan:
+    """The plan for a store: with the samples that lie there if they are still right, else prepared (again).
+
+    `fixed`: shards are committed, so nothing may differ: StoreError with the old and the new value.
+    """
+    now = earlier.model_copy(update=resolved.settings) if earlier else None
+    if earlier and now and (root / SAMPLES).exists() and _samples_fit(earlier, now):
+        samples = Samples.open(root)
+        edges = bucket_edges(resolved.config, samples.lengths.astype(np.int64))
+        if fixed:
+            check_same_settings(root, earlier, now.model_copy(update={"edges": edges}))
+        if edges == earlier.edges:
+            return make_plan(resolved, samples, edges, earlier=earlier)
+    samples, edges, stats = prepare_samples(resolved, root, telemetry)
+    return make_plan(resolved, samples, edges, prepared=stats)
+
+
+def _samples_fit(earlier: Manifest, now: Manifest) -> bool:
+    return all(getattr(earlier, name) == getattr(now, name) for name in _PREPARED_BY)
+
+
+def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool) -> None:
+    """Remove what is damaged and can be made again: shards, the head, the prepared samples."""
+    done, total = 0, bytes_to_verify(root) if rehash else 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        telemetry.stage("verifying the store", done, total)
+
+    damage = list(verify(root, rehash=rehash, progress=progress))
+    drop_shards(root, {found.shard for found in damage if found.shard is not None})
+    with disk_errors(root, "remove damaged files in"):
+        if any((root / HEAD) in found.path.parents for found in damage):
+            shutil.rmtree(root / HEAD)
+        if any(found.path == root / SAMPLES for found in damage):
+            (root / SAMPLES).unlink(missing_ok=True)
+
+
+def check_left(job: ExtractionPlan, held: NDArray[np.bool_]) -> None:
+    """Refuse a plan that the disk has no room for, before the first shard."""
+    lengths = job.samples.lengths.astype(np.int64)
+    left = 1 - int(lengths[held].sum()) / int(lengths.sum())
+    check_room(job.resolved.config.out, int((job.disk.shards + job.disk.index) * left) + job.disk.head)

@@ -1,0 +1,160 @@
+"""What is in a store, in numbers: read from the manifest, samples.arrow and the indexes; no row is read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_tool.schemas.manifest import Manifest
+from dflash_tool.store.layout import HEAD, shards_dir
+from dflash_tool.store.manifest import read_manifest
+from dflash_tool.store.recover import read_index
+from dflash_tool.store.samples import Samples
+
+HISTOGRAM_BINS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketStats:
+    """One bucket's committed samples: lengths in (lower, upper] tokens.
+
+    padded_share: share of the rows of a store that padded each sample to the bucket's edge and that would be padding.
+    """
+
+    bucket: int
+    lower: int
+    upper: int
+    samples: int
+    planned: int
+    tokens: int
+    token_share: float
+    padded_share: float
+    shards: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStats:
+    """A store at a glance. Bytes under `shards/` are `shard_bytes`; `overhead_bytes` of them are no real rows.
+
+    histogram: (first length, last length, committed samples) of logarithmic bins.
+    """
+
+    store: Path
+    manifest: Manifest
+    samples: int
+    tokens: int
+    supervised_tokens: int
+    shards: int
+    shard_bytes: int
+    overhead_bytes: int
+    other_bytes: int
+    buckets: list[BucketStats]
+    histogram: list[tuple[int, int, int]]
+    percentiles: dict[int, int]
+
+    def as_json(self) -> dict[str, Any]:
+        """One JSON document."""
+        manifest = self.manifest
+        return {
+            "store": str(self.store),
+            "complete": manifest.complete,
+            "samples": self.samples,
+            "planned_samples": manifest.samples,
+            "tokens": self.tokens,
+            "planned_tokens": manifest.tokens,
+            "supervised_tokens": self.supervised_tokens,
+            "quarantined": list(manifest.quarantined),
+            "skipped": manifest.skipped,
+            "prepared": manifest.prepared,
+            "target": manifest.target.model_dump(),
+            "layers": list(manifest.layers),
+            "store_dtype": manifest.store_dtype,
+            "mask_token_id": manifest.mask_token_id,
+            "max_length": manifest.max_length,
+            "shards": self.shards,
+            "shard_bytes": self.shard_bytes,
+            "overhead_bytes": self.overhead_bytes,
+            "other_bytes": self.other_bytes,
+            "target_padding": target_padding(manifest),
+            "buckets": [vars(bucket) for bucket in self.buckets],
+            "length_histogram": [list(row) for row in self.histogram],
+            "length_percentiles": self.percentiles,
+            "run": manifest.run.model_dump() if manifest.run else None,
+        }
+
+
+def target_padding(manifest: Manifest) -> float:
+    """Share of the tokens that the whole plan makes the target compute that is padding."""
+    return 1 - manifest.tokens / manifest.planned_padded_tokens
+
+
+def store_stats(root: Path) -> StoreStats:
+    """Count what is committed. Raises StoreError for what is no store, or one too damaged to count."""
+    manifest = read_manifest(root)
+    samples = Samples.open(root)
+    index = read_index(root, manifest.layers)
+    held = index.find(samples.sample_ids) >= 0
+    lengths = samples.lengths[held].astype(np.int64)
+    tokens = int(lengths.sum())
+    shard_bytes = _tree_bytes(shards_dir(root))
+    shard_buckets = np.array([name.bucket for name in index.shards], np.int64)
+    return StoreStats(
+        store=root,
+        manifest=manifest,
+        samples=len(index),
+        tokens=tokens,
+        supervised_tokens=int(samples.supervised[held].astype(np.int64).sum()),
+        shards=len(index.shards),
+        shard_bytes=shard_bytes,
+        overhead_bytes=shard_bytes - tokens * manifest.row_bytes,
+        other_bytes=_tree_bytes(root / "index") + _tree_bytes(root / HEAD) + samples.path.stat().st_size,
+        buckets=_by_bucket(manifest, samples, held, shard_buckets),
+        histogram=_histogram(lengths),
+        percentiles={p: int(np.percentile(lengths, p)) for p in (0, 10, 50, 90, 99, 100)} if len(lengths) else {},
+    )
+
+
+def _by_bucket(
+    manifest: Manifest, samples: Samples, held: NDArray[np.bool_], shard_buckets: NDArray[np.int64]
+) -> list[BucketStats]:
+    count = len(manifest.edges)
+    buckets = samples.buckets
+    planned = np.bincount(buckets, minlength=count)
+    here = np.bincount(buckets[held], minlength=count)
+    tokens = np.bincount(buckets[held], weights=samples.lengths[held], minlength=count).astype(np.int64)
+    shards = np.bincount(shard_buckets, minlength=count)
+    every = max(1, int(tokens.sum()))
+    return [
+        BucketStats(
+            bucket=bucket,
+            lower=manifest.edges[bucket - 1] if bucket else 0,
+            upper=edge,
+            samples=int(here[bucket]),
+            planned=int(planned[bucket]),
+            tokens=int(tokens[bucket]),
+            token_share=int(tokens[bucket]) / every,
+            padded_share=1 - int(tokens[bucket]) / (int(here[bucket]) * edge) if here[bucket] else 0.0,
+            shards=int(shards[bucket]),
+        )
+        for bucket, edge in enumerate(manifest.edges)
+    ]
+
+
+def _histogram(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Bins that grow by a constant factor from the shortest to the longest length, empty ones included."""
+    if not len(lengths):
+        return []
+    low, high = int(lengths.min()), int(lengths.max())
+    edges = np.unique(np.round(np.geomspace(low, high + 1, HISTOGRAM_BINS + 1)).astype(np.int64))
+    edges[-1] = high + 1
+    counts, _ = np.histogram(lengths, edges)
+    return [
+        (int(first), int(after) - 1, int(count))
+        for first, after, count in zip(edges[:-1], edges[1:], counts, strict=True)
+    ]
+
+
+def _tree_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
