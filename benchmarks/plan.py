@@ -86,9 +86,7 @@ def main() -> None:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=1_000_000)
-    parser.add_argument(
-        "--orders", type=int, default=2000, help="random bucket counts tried for the worst deviation"
-    )
+    parser.add_argument("--orders", type=int, default=2000, help="random bucket counts tried for the worst deviation")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     count = options.samples

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from dflash_tool.errors import ConfigError
 
 _GIB = 1 << 30
+_SIGNAL_CHECK_SECONDS = 0.5
 
 
 class WindowClosed(Exception):  # noqa: N818 - not a fault, and nothing a user should meet
@@ -40,26 +41,42 @@ class WindowWaits:
     places: float
 
 
-class _Ticket:
-    """One waiting acquire; ``gate`` is shut until it is settled: granted, or refused with ``error``."""
+class Sleeper:
+    """One call that waits in a line until somebody ends it, with an error or without.
 
-    __slots__ = ("bucket", "error", "gate", "nbytes", "settled")
+    A signal that arrives just before the thread blocks does not wake it (CPython notices it at the next
+    bytecode): so a sleep looks up every ``_SIGNAL_CHECK_SECONDS``, or a Ctrl-C could be lost for good.
+    """
 
-    def __init__(self, bucket: int, nbytes: int) -> None:
-        self.bucket = bucket
-        self.nbytes = nbytes
-        self.gate = threading.Lock()
-        self.gate.acquire()
-        self.settled = False
+    __slots__ = ("_gate", "done", "error")
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()  # shut while the call waits
+        self._gate.acquire()
+        self.done = False
         self.error: BaseException | None = None
 
     def sleep(self) -> None:
-        self.gate.acquire()
+        """Sleep until the end; Ctrl-C in the main thread raises here."""
+        while not self._gate.acquire(timeout=_SIGNAL_CHECK_SECONDS):
+            pass
 
-    def settle(self, error: BaseException | None = None) -> None:
-        self.settled = True
+    def end(self, error: BaseException | None = None) -> None:
+        """Wake it up. To be called once."""
         self.error = error
-        self.gate.release()
+        self.done = True
+        self._gate.release()
+
+
+class _Ticket(Sleeper):
+    """A waiting acquire; ended without an error, it has got what it wants."""
+
+    __slots__ = ("bucket", "nbytes")
+
+    def __init__(self, bucket: int, nbytes: int) -> None:
+        super().__init__()
+        self.bucket = bucket
+        self.nbytes = nbytes
 
 
 class InflightWindow:
@@ -211,15 +228,15 @@ class InflightWindow:
         while self._line and self._lacks(self._line[0].bucket, self._line[0].nbytes) is None:
             ticket = self._line.popleft()
             self._grant(ticket.bucket, ticket.nbytes)
-            ticket.settle()
+            ticket.end()
 
     def _refuse_line(self) -> None:
         self._book_waits()
         while self._line:
-            self._line.popleft().settle(self._ending())
+            self._line.popleft().end(self._ending())
 
     def _withdraw(self, ticket: _Ticket) -> None:
-        if not ticket.settled:
+        if not ticket.done:
             self._book_waits()
             self._line.remove(ticket)
             self._serve_line()

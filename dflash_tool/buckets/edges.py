@@ -97,8 +97,7 @@ def check_edges(edges: Sequence[int]) -> tuple[int, ...]:
             raise ConfigError(f"bucket edges: number {place + 1} is {edge}, allowed 1 or more; {remedy}")
         if place and edge <= edges[place - 1]:
             raise ConfigError(
-                f"bucket edges: number {place + 1} is {edge}, but number {place} is {edges[place - 1]}; "
-                f"{remedy}"
+                f"bucket edges: number {place + 1} is {edge}, but number {place} is {edges[place - 1]}; {remedy}"
             )
     return tuple(int(edge) for edge in edges)
 

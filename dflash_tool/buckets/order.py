@@ -191,7 +191,5 @@ def epoch_order(ids: NDArray[np.uint64], buckets: Int64s, *, seed: int, epoch: i
         ValueError: the arrays differ in length, or a bucket number is negative.
     """
     if buckets.shape != (len(ids),) or (buckets.size and buckets.min() < 0):
-        raise ValueError(
-            f"buckets: got {list(buckets.shape)} for {len(ids)} ids, expected a number >= 0 for each"
-        )
+        raise ValueError(f"buckets: got {list(buckets.shape)} for {len(ids)} ids, expected a number >= 0 for each")
     return merge_buckets(sample_keys(ids, seed=seed, epoch=epoch), buckets, seed=seed, epoch=epoch)

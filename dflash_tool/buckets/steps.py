@@ -113,9 +113,7 @@ class StepPlan:
                 raise ConfigError(f"{name}: got {value}, allowed 1 or more; {remedy}")
         for name, column, least in (("lengths", lengths, 1), ("block tokens", block_tokens, 0)):
             if column.shape != (len(ids),) or (column.size and column.min() < least):
-                raise ValueError(
-                    f"{name}: got {list(column.shape)} for {len(ids)} ids, each must be >= {least}"
-                )
+                raise ValueError(f"{name}: got {list(column.shape)} for {len(ids)} ids, each must be >= {least}")
         self.order = epoch_order(ids, buckets, seed=seed, epoch=epoch)
         self.seed, self.epoch = seed, epoch
         self.batch_samples = batch_samples
@@ -211,9 +209,7 @@ def cut_group(lengths: Int64s, block_tokens: Int64s, *, context_budget: int, blo
     first = 0
     for j in range(1, count + 1):
         width = widths[j - 1]
-        while first < j - 1 and (
-            (j - first) * width > context_budget or blocks[j] - blocks[first] > block_budget
-        ):
+        while first < j - 1 and ((j - first) * width > context_budget or blocks[j] - blocks[first] > block_budget):
             first += 1
         # A longer batch has the larger multiple of `width`: minimise least[i] - i * width.
         candidates = least[first:j] - place[first:j] * width

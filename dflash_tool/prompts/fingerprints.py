@@ -22,7 +22,7 @@ def fingerprint_file(path: Path) -> DataFile:
                 digest.update(block)
                 size += len(block)
     except OSError as error:
-        raise DataError(f"{path}: can't read this data file: {error.strerror}") from error
+        raise DataError(f"{path}: can't read this data file: {error.strerror or error}") from error
     return DataFile(path=str(path), bytes=size, xxh3=digest.hexdigest())
 
 

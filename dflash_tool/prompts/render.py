@@ -27,6 +27,7 @@ from dflash_tool.prompts.tokenise import Span
 from dflash_tool.prompts.tokenizer import check_template_args, first_line
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_PROBE = "abracadabra"
 # What a template may raise on a conversation that it doesn't take: its own exceptions, and Python's.
 _REFUSALS = (
     jinja2.TemplateError,
@@ -95,7 +96,8 @@ class ChatTemplate:
                 "the data hold conversations, but the target's tokenizer has no chat template: give one with "
                 "--chat-template FILE (the template that the target will be served with)"
             )
-        self._closing = self._find_closing()
+        self._as_parts, self._closing = False, ""
+        self._probe()
 
     def render(self, row: ChatRow) -> RenderedChat:
         """Render one conversation. What comes after its last assistant turn is cut."""
@@ -153,7 +155,7 @@ class ChatTemplate:
         marked = has_markers and not add_generation_prompt
         try:
             rendered, marks = self._render_jinja(
-                conversations=[messages],
+                conversations=[list(map(_in_parts, messages)) if self._as_parts else messages],
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=marked,
@@ -188,22 +190,36 @@ class ChatTemplate:
     def _stem(self, text: str) -> str:
         return text.removesuffix(self._closing)
 
-    def _find_closing(self) -> str:
-        """Find what is added behind a conversation's last turn and nowhere else (Phi-3: the eos token).
+    def _probe(self) -> None:
+        """Learn two habits of the template from a conversation that goes on and one that doesn't.
 
-        Seen from a conversation that goes on and one that doesn't; "" if the answer itself differs too.
+        Whether it wants content as a list of parts (those of multimodal models leave plain strings out),
+        and its closing: what it adds behind the last turn and nowhere else (Phi-3: the eos token).
         """
-        chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "answer"}]
-        try:
-            ended, _ = self._render(chat, None)
-            goes_on, _ = self._render([*chat, {"role": "user", "content": "two"}], None)
-        except _Refused:
-            return ""
+        chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": _PROBE}]
+        left_out = False
+        for self._as_parts in (False, True):
+            try:
+                ended, _ = self._render(chat, None)
+                goes_on, _ = self._render([*chat, {"role": "user", "content": "two"}], None)
+            except _Refused:
+                continue
+            left_out = _PROBE not in ended
+            if not left_out:
+                self._closing = self._behind(ended, goes_on)
+                return
+        if left_out:
+            raise TargetError(
+                "the chat template leaves out what the assistant says; give another with --chat-template FILE"
+            )
+        self._as_parts = False
+
+    def _behind(self, ended: str, goes_on: str) -> str:
         same = _common(ended, goes_on)
         for special in self._special.finditer(ended):
             if special.start() < same < special.end():  # two different tokens that begin alike
                 same = special.start()
-        return ended[same:] if same >= ended.rfind("answer") + len("answer") else ""
+        return ended[same:] if same >= ended.rfind(_PROBE) + len(_PROBE) else ""
 
 
 def _alone(source: str, turn: _Turn) -> RenderedText | Skipped:
@@ -211,6 +227,11 @@ def _alone(source: str, turn: _Turn) -> RenderedText | Skipped:
     if turn.fault is not None:
         return turn.fault
     return RenderedText(source, turn.text, tuple(_clip(turn.marks, turn.prompt, len(turn.text))))
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return message if content is None else {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str]:

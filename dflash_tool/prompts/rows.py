@@ -79,7 +79,7 @@ def check_files(paths: list[Path]) -> int:
         except FileNotFoundError:
             raise DataError(f"{path}: no such data file; --data takes JSONL files") from None
         except OSError as error:
-            raise DataError(f"{path}: can't read this data file: {error.strerror}") from error
+            raise DataError(f"{path}: can't read this data file: {error.strerror or error}") from error
     return total
 
 

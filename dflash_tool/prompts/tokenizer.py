@@ -26,9 +26,7 @@ RESERVED_ARGS = frozenset(
 )
 
 
-def load_tokenizer(
-    path: str | Path, trust_remote_code: bool = False, chat_template: Path | None = None
-) -> Any:
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False, chat_template: Path | None = None) -> Any:
     """Load the fast tokenizer in a target's folder (`PreTrainedTokenizerBase`), nothing downloaded.
 
     `chat_template` is a file whose Jinja text takes the place of the tokenizer's own template; whether
@@ -122,7 +120,7 @@ def _read_template(path: Path) -> str:
     except UnicodeDecodeError:
         raise ConfigError(f"--chat-template {path}: not UTF-8; it takes a Jinja template") from None
     except OSError as error:
-        raise ConfigError(f"--chat-template {path}: can't read this file: {error.strerror}") from error
+        raise ConfigError(f"--chat-template {path}: can't read this file: {error.strerror or error}") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:

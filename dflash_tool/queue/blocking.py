@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from dflash_tool.queue.policy import BucketPolicy, Item, T
+from dflash_tool.window import Sleeper
 
 
 class QueueClosed(Exception):  # noqa: N818 - not a fault, and nothing a user should meet
@@ -50,27 +51,16 @@ class QueueCounters:
     get_seconds_by_bucket: dict[int, float]
 
 
-class _Waiter(Generic[T]):
-    """One waiting call, and how it ended: with ``error``, or without: then ``item`` was put, got or taken."""
+class _Waiter(Sleeper, Generic[T]):
+    """A waiting put, get or take; ended without an error, its ``item`` was put, got or taken."""
 
-    __slots__ = ("done", "error", "gate", "item", "since")
+    __slots__ = ("item", "since")
 
     item: Item[T]  # what a put brings; what a get or take was given, unset until then
 
     def __init__(self, since: float) -> None:
-        self.gate = threading.Lock()  # shut while the call waits
-        self.gate.acquire()
+        super().__init__()
         self.since = since
-        self.done = False
-        self.error: BaseException | None = None
-
-    def sleep(self) -> None:
-        self.gate.acquire()
-
-    def end(self, error: BaseException | None = None) -> None:
-        self.done = True
-        self.error = error
-        self.gate.release()
 
 
 class BucketedHSQueue(Generic[T]):
@@ -91,9 +81,7 @@ class BucketedHSQueue(Generic[T]):
         max_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._policy: BucketPolicy[T] = BucketPolicy(
-            max_items_per_bucket=max_items_per_bucket, max_bytes=max_bytes
-        )
+        self._policy: BucketPolicy[T] = BucketPolicy(max_items_per_bucket=max_items_per_bucket, max_bytes=max_bytes)
         self._clock = clock
         self._lock = threading.Lock()
         self._putters: dict[int, _Waiter[T]] = {}  # by item index, oldest first

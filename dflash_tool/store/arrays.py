@@ -78,7 +78,7 @@ class ZarrArray:
     """The slow path: anything that zarr-python reads."""
 
     def __init__(self, folder: Path, width: int, dtype: np.dtype[Any]) -> None:
-        import zarr  # half a second that the fast path doesn't need
+        import zarr  # noqa: PLC0415 - half a second that the fast path doesn't need
 
         self.path = folder
         try:
@@ -111,12 +111,12 @@ def open_array(shard: Path, layer: LayerId, width: int, dtype: StoreDtype) -> Ra
         if rows is None:
             return ZarrArray(folder, width, NUMPY_DTYPE[dtype])
         array = RawArray(path, rows, width, dtype)
+        expected, size = chunk_index(rows, row_bytes), array.size()
+        end = array.read_bytes(max(0, size - len(expected)), len(expected))
     except FileNotFoundError as error:
         raise DamagedArrayError(Path(error.filename), "missing") from error
     except OSError as error:
         raise DamagedArrayError(path, error.strerror or str(error)) from error
-    expected, size = chunk_index(rows, row_bytes), array.size()
-    end = array.read_bytes(size - len(expected), len(expected)) if size >= len(expected) else b""
     if end != expected:
         if len(end) < 4 or int.from_bytes(end[-4:], "little") != int(google_crc32c.value(end[:-4])):
             raise DamagedArrayError(path, f"no valid chunk index at the end of its {size:,} bytes")

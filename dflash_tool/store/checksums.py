@@ -74,19 +74,22 @@ def check_checksums(root: Path, progress: Callable[[int], None] | None = None) -
         return
     for name in sorted({*sums, *present}):
         if name not in present:
-            yield root / name, "missing"
+            yield root / name, f"missing, but listed in {path}"
         elif name not in sums:
-            yield root / name, f"not listed in {CHECKSUMS}"
-        else:
-            try:
-                got = hash_file(root / name, progress)
-            except OSError as error:
-                yield root / name, f"can't be read: {error.strerror or error}"
-                continue
-            if got["bytes"] != sums[name]["bytes"]:
-                yield root / name, f"{got['bytes']:,} bytes, expected {sums[name]['bytes']}"
-            elif got["xxh3_128"] != sums[name]["xxh3_128"]:
-                yield root / name, "its content doesn't have the hash it had when it was written"
+            yield root / name, f"not listed in {path}"
+        elif what := _differs(root / name, sums[name], progress):
+            yield root / name, f"{what} in {path}"
+
+
+def _differs(path: Path, entry: dict[str, Any], progress: Callable[[int], None] | None) -> str:
+    try:
+        got = hash_file(path, progress)
+    except OSError as error:
+        return f"can't be read: {error.strerror or error}; it is listed"
+    for key, what in (("bytes", "size"), ("xxh3_128", "hash")):
+        if got[key] != entry[key]:
+            return f"its {what} is {got[key]}, but {entry[key]}"
+    return ""
 
 
 def _canonical(sums: Any) -> bytes:

@@ -11,7 +11,7 @@ from dflash_tool.schemas.arrow import SAMPLE_ID_BYTES
 from dflash_tool.schemas.config import STORE_ITEMSIZE, LayerId, StoreDtype
 from dflash_tool.store.files import free_bytes
 from dflash_tool.store.index import encode_index, shard_attributes
-from dflash_tool.store.layout import array_document, array_file_bytes, group_document
+from dflash_tool.store.layout import CHUNK_ROWS, array_document, array_file_bytes, group_document
 
 _INDEX_SAMPLES = 4096  # a longer index is scaled from one of this length
 
@@ -51,10 +51,11 @@ def predict_bytes(
         if not bucket_tokens:
             continue
         count = -(-bucket_tokens * row_bytes * len(layers) // shard_bytes)
-        for rows, times in _split(bucket_tokens, count):
-            files = array_file_bytes(rows, row_bytes) + len(array_document(rows, hidden_size, store_dtype))
-            groups = len(group_document(shard_attributes(b"", "0" * 32))) + len(group_document())
-            shards_bytes += times * (len(layers) * files + groups)
+        documents = len(array_document(bucket_tokens, hidden_size, store_dtype)) * len(layers)
+        documents += len(group_document(shard_attributes(b"", "0" * 32))) + len(group_document())
+        arrays = array_file_bytes(bucket_tokens, row_bytes)
+        arrays += (count - 1) * (CHUNK_ROWS // 2) * row_bytes  # where the cuts fall, half a chunk is padding
+        shards_bytes += arrays * len(layers) + documents * count
         index_bytes += sum(times * _index_bytes(n, layers) for n, times in _split(bucket_samples, count))
         shards += count
     return DiskPrediction(sum(tokens) * row_bytes * len(layers), shards_bytes, index_bytes, shards)

@@ -8,17 +8,18 @@ import errno
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dflash_tool.errors import StoreError
 
 TEMP_PREFIX = ".tmp-"
+_FSYNC_THREADS = 8
 _REMEDY = {
     errno.ENOSPC: "free some space there and run the same command again: committed shards are kept",
-    errno.EDQUOT: "your quota is used up: free some space and run the same command again: committed shards "
-    "are kept",
+    errno.EDQUOT: "your quota is used up: free some space and run the same command again: committed shards are kept",
     errno.EROFS: "the file system is read-only: remount it or choose another folder",
     errno.EACCES: "give yourself permission to write there or choose another folder",
     errno.EPERM: "give yourself permission to write there or choose another folder",
@@ -64,6 +65,13 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
+def fsync_all(paths: Sequence[Path]) -> None:
+    """Fsync many files and folders at once: the file system's journal then commits them together."""
+    with ThreadPoolExecutor(min(_FSYNC_THREADS, len(paths))) as pool:
+        for _ in pool.map(fsync_path, paths):
+            pass
+
+
 def write_durable(path: Path, data: bytes) -> None:
     """Create (or replace, not atomically) a file and fsync it; the folder is left to the caller."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
@@ -79,7 +87,7 @@ def replace_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(TEMP_PREFIX + path.name)
     try:
         write_durable(temporary, data)
-        os.rename(temporary, path)
+        temporary.rename(path)
         fsync_path(path.parent)
     except OSError:
         with suppress(OSError):

@@ -45,6 +45,7 @@ class ShardIndex:
 
     @property
     def rows(self) -> int:
+        """Rows of the shard: the tokens of its samples."""
         return int(self.row_start[-1] + self.length[-1])
 
 
@@ -122,7 +123,7 @@ def read_shard_index(root: Path, name: ShardName, layers: Sequence[LayerId]) -> 
         data = read_regular(path, _INDEX_BYTES)
     recorded = read_attributes(root, name).get(_INDEX_HASH)
     if recorded is not None and recorded != xxhash.xxh3_128_hexdigest(data):
-        raise _damaged(path, "its bytes don't have the hash that the shard keeps of them")
+        raise _damaged(path, f"its hash isn't the one in {shard_path(root, name) / 'zarr.json'}")
     try:
         with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
             table = file.read()

@@ -56,26 +56,32 @@ class ShardName(NamedTuple):
 
 
 def shards_dir(root: Path) -> Path:
+    """The folder of all shards."""
     return root / "shards"
 
 
 def index_dir(root: Path) -> Path:
+    """The folder of all indexes."""
     return root / "index"
 
 
 def shard_path(root: Path, name: ShardName, *, temporary: bool = False) -> Path:
+    """A shard's folder; while it is being written, under its temporary name."""
     return shards_dir(root) / f"{TEMP_PREFIX if temporary else ''}{name}.zarr"
 
 
 def index_path(root: Path, name: ShardName, *, temporary: bool = False) -> Path:
+    """A shard's index; while it is being written, under its temporary name."""
     return index_dir(root) / f"{TEMP_PREFIX if temporary else ''}{name}.parquet"
 
 
 def array_dir(shard: Path, layer: LayerId) -> Path:
+    """The folder of a layer's array in a shard's folder."""
     return shard / "hidden" / str(layer)
 
 
 def array_file(shard: Path, layer: LayerId) -> Path:
+    """The one file that holds a layer's rows."""
     return array_dir(shard, layer) / "c" / "0" / "0"
 
 

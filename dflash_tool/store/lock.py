@@ -144,7 +144,7 @@ class RunLock:
             raise StoreError(self._refusal(holder, age, how))
         aside = self._root / f"{TEMP_PREFIX}lock-{self.holder.run_id}"
         with suppress(FileNotFoundError):
-            os.rename(self.path, aside)
+            self.path.rename(aside)
             if _read(aside) != content:  # a newcomer from another machine was faster: its lock goes back
                 with suppress(FileExistsError):
                     os.link(aside, self.path)
@@ -172,7 +172,7 @@ def machine_id() -> str:
     """Boot id and pid namespace; empty where the system doesn't tell (then only heartbeats count)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
 

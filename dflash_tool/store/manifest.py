@@ -1,7 +1,7 @@
 """`manifest.json`: read, written, and compared with the settings of a later run.
 
 The document carries its own checksum (`xxh3`, over the canonical JSON of the rest), so that a flipped bit in
-a number isn't taken for another setting.
+a number isn't taken for another setting. It is one for machines: who changes it by hand makes it unreadable.
 """
 
 import json
@@ -32,10 +32,8 @@ class Difference(NamedTuple):
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
     """Write `manifest.json` atomically and durably."""
-    fields = manifest.model_dump(mode="json")
-    fields[_CHECKSUM] = _checksum(fields)
     with disk_errors(root / MANIFEST, "write"):
-        replace_file(root / MANIFEST, json.dumps(fields, indent=2, ensure_ascii=False).encode() + b"\n")
+        replace_file(root / MANIFEST, _document(manifest.model_dump(mode="json")))
 
 
 def read_manifest(root: Path) -> Manifest:
@@ -63,9 +61,9 @@ def read_manifest(root: Path) -> Manifest:
             f"{path} is of format version {fields.get('format_version')!r:.40}, this dflash-tool reads "
             f"{FORMAT_VERSION}: read it with the version that wrote it, or extract again"
         )
-    recorded = fields.pop(_CHECKSUM, None)
-    if recorded != _checksum(fields):
-        raise _damaged(path, f'its content doesn\'t have the checksum that it carries ("{_CHECKSUM}")')
+    fields.pop(_CHECKSUM, None)
+    if data != _document(fields):
+        raise _damaged(path, "it isn't as it was written, by the checksum in it")
     try:
         return Manifest.model_validate_json(json.dumps(fields))
     except ValidationError as error:
@@ -127,6 +125,10 @@ def _leaves(difference: Difference) -> Iterator[tuple[str, str, str]]:
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _document(fields: dict[str, Any]) -> bytes:
+    return (json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=2) + "\n").encode()
 
 
 def _checksum(fields: dict[str, Any]) -> str:

@@ -123,8 +123,7 @@ class HiddenStore:
             shape = (length, self.width)
             if buffer.shape != shape or buffer.dtype != self.dtype or not buffer.flags.c_contiguous:
                 raise ValueError(
-                    f"out[{layer}] is {buffer.dtype} {buffer.shape}, expected C-contiguous {self.dtype} "
-                    f"{shape}"
+                    f"out[{layer}] is {buffer.dtype} {buffer.shape}, expected C-contiguous {self.dtype} {shape}"
                 )
             self._read_layer(index, place, layer, buffer, verify)
             result[layer] = buffer

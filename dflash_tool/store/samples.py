@@ -4,7 +4,6 @@ The file can hold many GB of token ids, so nothing here reads them all: the smal
 a sample's tokens are views into the map.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -72,7 +71,7 @@ class SamplesWriter:
                         columns.insert(BUCKET_COLUMN, buckets)
                         stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=SAMPLES_SCHEMA))
             fsync_path(self._temporary)
-            os.rename(self._temporary, self._root / SAMPLES)
+            self._temporary.rename(self._root / SAMPLES)
             self._raw.unlink()
             fsync_path(self._root)
         return Samples.open(self._root)

@@ -47,8 +47,8 @@ def scan(root: Path) -> Scan:
     with disk_errors(root, "list"):
         _scan_folder(shards_dir(root), ".zarr", _is_folder, found.shards, found)
         _scan_folder(index_dir(root), ".parquet", _is_file, found.indexes, found)
-        names = os.listdir(root) if root.is_dir() else []
-        found.temporary += [root / name for name in sorted(names) if _ROOT_TEMPORARY.fullmatch(name)]
+        paths = sorted(root.iterdir()) if root.is_dir() else []
+        found.temporary += [path for path in paths if _ROOT_TEMPORARY.fullmatch(path.name)]
     return found
 
 

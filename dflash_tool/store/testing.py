@@ -21,7 +21,7 @@ from dflash_tool.store.writer import ShardWriter
 
 @dataclass(frozen=True)
 class MadeStore:
-    """A store on disk and what is in it: `rows[i][layer]` is [T, H], sample i being row i of samples.arrow."""
+    """A store on disk and what is in it: `rows[i][layer]` is [T, H], i being the row in samples.arrow."""
 
     root: Path
     manifest: Manifest

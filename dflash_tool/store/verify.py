@@ -11,6 +11,7 @@
 and the whole: indexes without shards and the reverse, samples twice, samples absent from a complete store.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from dflash_tool.store.layout import (
     array_dir,
     array_document,
     array_file,
+    array_file_bytes,
+    chunk_index,
     group_document,
     index_path,
     padded_rows,
@@ -63,57 +66,82 @@ class Damage:
 
 
 def bytes_to_verify(root: Path) -> int:
-    """Bytes that a full `verify` reads: the total of its progress."""
-    files = listed_files(root)
-    for name in scan(root).committed:
-        files += [path for path in shard_path(root, name).rglob("*") if path.name != "zarr.json"]
-    return sum(path.stat().st_size for path in files if path.is_file())
+    """Bytes that a full `verify` hashes: the total of its progress, unless it comes upon damage."""
+    files = []
+    with suppress(StoreError):
+        files += listed_files(root)
+        for name in scan(root).committed:
+            files += shard_path(root, name).glob("hidden/*/c/*/*")
+    return sum(path.stat().st_size for path in files)
 
 
-def verify(
-    root: Path, *, rehash: bool = True, progress: Callable[[int], None] | None = None
-) -> Iterator[Damage]:
+def verify(root: Path, *, rehash: bool = True, progress: Callable[[int], None] | None = None) -> Iterator[Damage]:
     """Yield all damage in a store; nothing is changed.
 
     rehash: read and hash everything; without it only names, sizes, documents, indexes and chunk indexes are
-    checked. progress: called with the bytes just read (their sum is about `bytes_to_verify`).
+    checked. progress: called with the bytes just hashed.
     """
-    progress = progress or (lambda count: None)
-    samples_good = True
-    if rehash:
-        for path, what in check_checksums(root, progress):
-            samples_good = samples_good and path != root / SAMPLES
-            yield Damage("checksum", path, what)
-    samples = None
-    if samples_good:
-        try:
-            samples = Samples.open(root)
-        except StoreError as error:
-            yield Damage("samples", root / SAMPLES, str(error))
+    checked = _Checked(root, rehash, progress or _no_progress)
+    yield from _root_files(checked)
+    if checked.manifest is None:
+        return
     try:
-        manifest = read_manifest(root)
         found = scan(root)
     except StoreError as error:
-        yield Damage("manifest", root / MANIFEST, str(error))
+        yield Damage("extra", root, str(error))
         return
-    if samples is not None:
-        said, held = (manifest.samples, manifest.tokens), (len(samples), int(samples.lengths.sum()))
-        if said != held:
-            what = f"it says {said[0]} samples of {said[1]} tokens, {SAMPLES} has {held[0]} of {held[1]}"
-            yield Damage("manifest", root / MANIFEST, what)
-    yield from _names(root, manifest, found)
+    yield from _names(root, checked.manifest, found)
     parts: list[ShardIndex] = []
     for name in found.committed:
         try:
-            index = read_shard_index(root, name, manifest.layers)
+            index = read_shard_index(root, name, checked.manifest.layers)
         except StoreError as error:
             yield Damage("index", index_path(root, name), str(error), name)
             continue
         parts.append(index)
-        yield from _documents(root, manifest, index)
-        for layer in manifest.layers:
-            yield from _array(root, manifest, index, layer, rehash, progress)
-    yield from _whole(root, manifest, samples, parts)
+        yield from _documents(root, checked.manifest, index)
+        for layer in checked.manifest.layers:
+            yield from _array(checked, checked.manifest, index, layer)
+    yield from _whole(root, checked.manifest, checked.samples, parts)
+
+
+@dataclass
+class _Checked:
+    """What a verification is asked and has read so far."""
+
+    root: Path
+    rehash: bool
+    progress: Callable[[int], None]
+    samples: Samples | None = None
+    manifest: Manifest | None = None
+
+
+def _no_progress(count: int) -> None:
+    """Nobody wants to know."""
+
+
+def _root_files(checked: _Checked) -> Iterator[Damage]:
+    root, samples_good = checked.root, True
+    if checked.rehash:
+        for path, what in check_checksums(root, checked.progress):
+            samples_good = samples_good and path != root / SAMPLES
+            yield Damage("checksum", path, what)
+    if samples_good:
+        try:
+            checked.samples = Samples.open(root)
+        except StoreError as error:
+            yield Damage("samples", root / SAMPLES, str(error))
+    try:
+        manifest = checked.manifest = read_manifest(root)
+    except StoreError as error:
+        yield Damage("manifest", root / MANIFEST, str(error))
+        return
+    if checked.samples is not None:
+        lengths = checked.samples.lengths
+        said, held = (manifest.samples, manifest.tokens), (len(lengths), int(lengths.sum()))
+        if said != held:
+            what = f"it says {said[0]} samples of {said[1]} tokens, {SAMPLES} has {held[0]} of {held[1]}"
+            yield Damage("manifest", root / MANIFEST, what)
 
 
 def _names(root: Path, manifest: Manifest, found: Scan) -> Iterator[Damage]:
@@ -143,15 +171,8 @@ def _documents(root: Path, manifest: Manifest, index: ShardIndex) -> Iterator[Da
             yield Damage("document", path, what, index.name)
 
 
-def _array(
-    root: Path,
-    manifest: Manifest,
-    index: ShardIndex,
-    layer: LayerId,
-    rehash: bool,
-    progress: Callable[[int], None],
-) -> Iterator[Damage]:
-    shard, width, dtype = shard_path(root, index.name), manifest.target.hidden_size, manifest.store_dtype
+def _array(checked: _Checked, manifest: Manifest, index: ShardIndex, layer: LayerId) -> Iterator[Damage]:
+    shard, width, dtype = shard_path(checked.root, index.name), manifest.target.hidden_size, manifest.store_dtype
     everything = tuple(index.sample_ids.to_pylist())
     path = array_file(shard, layer)
     try:
@@ -160,18 +181,17 @@ def _array(
             what = f"{array.rows:,} rows, its index has {index.rows:,}"
             yield Damage("array", array_dir(shard, layer), what, index.name, everything)
             return
-        if isinstance(array, RawArray):
+        if isinstance(array, RawArray) or _is_linear(path, index.rows, manifest.layer_row_bytes):
             document = array_dir(shard, layer) / "zarr.json"
             if what := _differs(document, array_document(index.rows, width, dtype)):
                 yield Damage("document", document, what, index.name)
-            padding = array.read_bytes(
-                index.rows * manifest.layer_row_bytes,
-                (padded_rows(index.rows) - index.rows) * manifest.layer_row_bytes,
-            )
-            if any(padding):
+        if isinstance(array, RawArray):
+            rows_end, row_bytes = index.rows * manifest.layer_row_bytes, manifest.layer_row_bytes
+            if any(array.read_bytes(rows_end, (padded_rows(index.rows) - index.rows) * row_bytes)):
                 yield Damage("array", path, "the padding after its last row isn't zero", index.name)
-        if rehash:
-            bad = tuple(_changed_samples(array, manifest, index, layer, progress))
+        if checked.rehash:
+            bad = tuple(_changed_samples(array, manifest, index, layer, checked.progress))
+            checked.progress(max(0, path.stat().st_size - index.rows * manifest.layer_row_bytes))
             if bad:
                 what = f"{len(bad)} samples don't have the rows that were written, the first {bad[0].hex()}"
                 yield Damage("rows", path, what, index.name, bad)
@@ -179,6 +199,16 @@ def _array(
         yield Damage("array", error.path, error.what, index.name, everything)
     except OSError as error:
         yield Damage("array", path, f"can't be read: {error.strerror or error}", index.name, everything)
+
+
+def _is_linear(path: Path, rows: int, row_bytes: int) -> bool:
+    """Whether an array's file has the writer's form, so that its document must have it too."""
+    end = chunk_index(rows, row_bytes)
+    if not path.is_file() or path.stat().st_size != array_file_bytes(rows, row_bytes):
+        return False
+    with path.open("rb") as file:
+        file.seek(-len(end), os.SEEK_END)
+        return file.read() == end
 
 
 def _changed_samples(
@@ -206,9 +236,7 @@ def _changed_samples(
         first = last
 
 
-def _whole(
-    root: Path, manifest: Manifest, samples: Samples | None, parts: list[ShardIndex]
-) -> Iterator[Damage]:
+def _whole(root: Path, manifest: Manifest, samples: Samples | None, parts: list[ShardIndex]) -> Iterator[Damage]:
     try:
         index = join_indexes(manifest.layers, parts)
     except StoreError as error:

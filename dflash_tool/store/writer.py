@@ -2,8 +2,8 @@
 
 One open shard a bucket, in `shards/.tmp-<name>.zarr`. Commit of a shard, each step durable before the next:
 
-1. array files: zero rows up to the end of the last chunk, chunk index, crc; fsync
-2. `zarr.json` documents; fsync of files and folders
+1. array files: zero rows up to the end of the last chunk, chunk index, crc; `zarr.json` documents
+2. fsync of all those files and their folders, together
 3. index: temporary file, fsync, rename, fsync of `index/`
 4. the shard's folder: rename, fsync of `shards/`
 
@@ -25,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from dflash_tool.schemas.config import STORE_ITEMSIZE, LayerId, StoreDtype
-from dflash_tool.store.files import disk_errors, fsync_path, want_open_files, write_all, write_durable
+from dflash_tool.store.files import disk_errors, fsync_all, fsync_path, want_open_files, write_all, write_durable
 from dflash_tool.store.index import encode_index, shard_attributes
 from dflash_tool.store.layout import (
     NUMPY_DTYPE,
@@ -249,7 +249,6 @@ class ShardWriter:
         end = padding + chunk_index(shard.rows, self._row_bytes)
         for layer, fd in shard.files.items():
             write_all(fd, memoryview(end))
-            os.fsync(fd)
             size = os.fstat(fd).st_size
             if size != array_file_bytes(shard.rows, self._row_bytes):
                 raise OSError(f"array file of layer {layer} has {size} bytes after writing")
@@ -258,15 +257,12 @@ class ShardWriter:
 
     def _write_documents(self, shard: _OpenShard, index: bytes) -> None:
         folder = shard_path(self.root, shard.name, temporary=True)
-        write_durable(folder / "zarr.json", group_document(shard_attributes(index, self.settings)))
-        write_durable(folder / "hidden" / "zarr.json", group_document())
+        (folder / "zarr.json").write_bytes(group_document(shard_attributes(index, self.settings)))
+        (folder / "hidden" / "zarr.json").write_bytes(group_document())
         document = array_document(shard.rows, self.hidden_size, self.store_dtype)
         for layer in self.layers:
-            write_durable(array_dir(folder, layer) / "zarr.json", document)
-            for child in ("c/0", "c", "."):
-                fsync_path(array_dir(folder, layer) / child)
-        fsync_path(folder / "hidden")
-        fsync_path(folder)
+            (array_dir(folder, layer) / "zarr.json").write_bytes(document)
+        fsync_all([folder, *sorted(folder.rglob("*"))])
 
     def _close_files(self, shard: _OpenShard) -> None:
         while shard.files:
@@ -290,7 +286,7 @@ def publish(root: Path, name: ShardName, index: bytes) -> None:
     """Steps 3 and 4 of a commit: from a finished temporary shard to a committed one."""
     temporary = index_path(root, name, temporary=True)
     write_durable(temporary, index)
-    os.rename(temporary, index_path(root, name))
+    temporary.rename(index_path(root, name))
     fsync_path(index_dir(root))
-    os.rename(shard_path(root, name, temporary=True), shard_path(root, name))
+    shard_path(root, name, temporary=True).rename(shard_path(root, name))
     fsync_path(shards_dir(root))

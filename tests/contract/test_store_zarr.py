@@ -1,4 +1,4 @@
-"""The store against zarr-python: the same bytes as it writes, the same values as it reads, no code of ours."""
+"""The store against zarr-python: the bytes that it writes, the values that it reads, with no code of ours."""
 
 from pathlib import Path
 from typing import Any

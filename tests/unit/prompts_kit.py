@@ -16,6 +16,8 @@ SPECIALS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|begin_of_text|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|eot_id|>",
 )  # fmt: skip
+END_OF_TEXT = SPECIALS[0]
+MASK = SPECIALS[3]
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog while the answer to the question is assistant and user.",
     "Hello there, how are you? I think that this is a good answer, and that the other one is thinking.",
@@ -80,8 +82,16 @@ PLAIN = """\
 
 # The answer's end token only behind the last turn: what a conversation of plain text with an eos looks like.
 PLAIN_EOS = """\
-{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last %}{{ '\\n' }}{% elif m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}\
+{% for m in messages %}{{ m.role }}: {{ m.content }}\
+{% if not loop.last %}{{ '\\n' }}{% elif m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}"""
+
+# As those of multimodal models do: plain strings are left out without a word.
+PARTS = """\
+{% for m in messages %}<|im_start|>{{ m.role }}
+{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 STRICT = """\
 {% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}

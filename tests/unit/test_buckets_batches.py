@@ -42,9 +42,7 @@ def test_batches_hold_what_they_promise(
 ) -> None:
     lengths = np.array(lengths_list)
     buckets = assign_buckets(lengths, choose_edges(lengths, k))
-    order = np.array(data.draw(st.permutations(range(len(lengths)))))[
-        : data.draw(st.integers(1, len(lengths)))
-    ]
+    order = np.array(data.draw(st.permutations(range(len(lengths)))))[: data.draw(st.integers(1, len(lengths)))]
     batches = extraction_batches(order, lengths, buckets, batch_tokens=budget, window=window)
     assert [batch.index for batch in batches] == list(range(len(batches)))
     done = np.concatenate([batch.rows for batch in batches])
@@ -65,9 +63,7 @@ def test_no_batch_could_have_taken_one_more_sample() -> None:
     lengths, buckets, order = samples(3000, 4)
     batches = extraction_batches(order, lengths, buckets, batch_tokens=2048, window=3000)
     for bucket in range(4):
-        shortest_first = sorted(
-            (b for b in batches if b.bucket == bucket), key=lambda b: (b.width, lengths[b.rows[0]])
-        )
+        shortest_first = sorted((b for b in batches if b.bucket == bucket), key=lambda b: (b.width, lengths[b.rows[0]]))
         for shorter, longer in pairwise(shortest_first):
             held = [int(lengths[shorter.rows[-1]]), *lengths[longer.rows].tolist()]
             padded = len(held) * longer.width

@@ -41,9 +41,7 @@ def test_many_lengths_equal_the_quadratic_program(k: int) -> None:
     lengths = np.clip(np.random.default_rng(k).lognormal(5, 1, 700), 3, 4000).astype(np.int64)
     values, counts = np.unique(lengths, return_counts=True)
     size = len(values)
-    group = [
-        [values[j] * counts[i : j + 1].sum() for j in range(size)] for i in range(size)
-    ]  # one bucket, i..j
+    group = [[values[j] * counts[i : j + 1].sum() for j in range(size)] for i in range(size)]  # one bucket, i..j
     row = group[0]
     for _ in range(k - 1):
         row = [min(row[j], *(row[i] + group[i + 1][j] for i in range(j)), row[j]) for j in range(size)]

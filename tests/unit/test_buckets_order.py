@@ -102,9 +102,9 @@ def test_the_finaliser_is_that_of_splitmix64() -> None:
     assert hash_words(0, 0) == splitmix64(splitmix64(0))
 
 
-ids_of = st.lists(
-    st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 3)), min_size=1, max_size=60, unique=True
-).map(lambda rows: np.array(rows, dtype=np.uint64).reshape(-1, 2))
+ids_of = st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 3)), min_size=1, max_size=60, unique=True).map(
+    lambda rows: np.array(rows, dtype=np.uint64).reshape(-1, 2)
+)
 
 
 @some
@@ -124,14 +124,12 @@ def test_keys_never_change() -> None:
         "c661b3829155cbc8",
         "b8f71d0832c6dc75",
     ]
-    assert interleave(np.array([5, 1, 3]), seed=7, epoch=3).tolist() == [1, 0, 2, 0, 2, 0, 0, 2, 0]
+    assert interleave(np.array([5, 1, 3]), seed=7, epoch=3).tolist() == [1, 0, 2, 0, 2, 0, 2, 0, 0]
 
 
 @some
 @given(ids_of, st.integers(1, 5), st.data())
-def test_leaving_a_sample_out_moves_no_other_inside_its_bucket(
-    ids: np.ndarray, k: int, data: st.DataObject
-) -> None:
+def test_leaving_a_sample_out_moves_no_other_inside_its_bucket(ids: np.ndarray, k: int, data: st.DataObject) -> None:
     buckets = (ids[:, 0] % np.uint64(k)).astype(np.int64)
     order = epoch_order(ids, buckets, seed=1, epoch=2)
     assert sorted(order.tolist()) == list(range(len(ids))), "each row once"
@@ -156,7 +154,7 @@ def test_epochs_and_seeds_shuffle_differently() -> None:
 def test_arguments_are_checked() -> None:
     ids = np.zeros((3, 2), dtype=np.uint64)
     with pytest.raises(ValueError, match="sample ids"):
-        sample_keys(ids.astype(np.int64), seed=0, epoch=0)  # type: ignore[arg-type]
+        sample_keys(ids.astype(np.int64), seed=0, epoch=0)
     with pytest.raises(ValueError, match="buckets"):
         epoch_order(ids, np.zeros(2, dtype=np.int64), seed=0, epoch=0)
     with pytest.raises(ValueError, match="buckets"):

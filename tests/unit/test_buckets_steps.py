@@ -173,18 +173,20 @@ def test_ties_go_to_the_earlier_batch_and_the_lower_worker() -> None:
 
 
 def test_arguments_are_checked() -> None:
-    for changes, message in (
+    options: list[tuple[dict[str, Any], str]] = [
         ({"batch_samples": 0}, "samples of a step: got 0"),
         ({"context_budget": 0}, "context token budget: got 0"),
         ({"block_budget": -1}, "block token budget: got -1"),
-    ):
+    ]
+    for changes, message in options:
         with pytest.raises(ConfigError, match=message):
             plan_of(**changes)
-    for changes, message in (
+    arrays: list[tuple[dict[str, Any], str]] = [
         ({"lengths": np.ones(5, dtype=np.int64)}, "lengths: got"),
         ({"lengths": np.zeros(1000, dtype=np.int64)}, "lengths: got"),
         ({"block_tokens": np.full(1000, -1)}, "block tokens: got"),
-    ):
+    ]
+    for changes, message in arrays:
         with pytest.raises(ValueError, match=message):
             plan_of(**changes)
     with pytest.raises(IndexError, match="16 steps"):

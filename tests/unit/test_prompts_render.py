@@ -15,8 +15,10 @@ from dflash_tool.prompts.render import RenderedText
 
 from .prompts_kit import (
     CHATML,
+    END_OF_TEXT,
     LLAMA3,
     MARKED,
+    PARTS,
     PHI3,
     PLAIN,
     PLAIN_EOS,
@@ -35,7 +37,7 @@ Messages = list[dict[str, Any]]
 
 
 def render(template: str, messages: Messages, *, turns: Any = "each", tools: Any = None, **args: Any) -> Any:
-    tokenizer = make_tokenizer(template, eos_token="<|endoftext|>")
+    tokenizer = make_tokenizer(template, eos_token=END_OF_TEXT)
     return ChatTemplate(tokenizer, args, turns).render(ChatRow("f:1", messages, tools))
 
 
@@ -69,7 +71,7 @@ TWO_TURNS = chat("q1", "a1", "q2", " a2\n")
 )
 def test_what_is_learned(template: str, expected: list[str]) -> None:
     part = one(template, TWO_TURNS)
-    tokenizer = make_tokenizer(template, eos_token="<|endoftext|>")
+    tokenizer = make_tokenizer(template, eos_token=END_OF_TEXT)
     assert part.text == tokenizer.apply_chat_template(TWO_TURNS, tokenize=False)
     assert learned(part) == expected
 
@@ -86,7 +88,7 @@ def test_the_empty_thought_before_the_last_answer() -> None:
 def test_the_prompt_a_server_sends_is_what_stands_before_the_answer() -> None:
     for template in (CHATML, MARKED, LLAMA3, PHI3, PLAIN, PLAIN_EOS):
         part = one(template, TWO_TURNS)
-        tokenizer = make_tokenizer(template, eos_token="<|endoftext|>")
+        tokenizer = make_tokenizer(template, eos_token=END_OF_TEXT)
         prompt = tokenizer.apply_chat_template(TWO_TURNS[:3], tokenize=False, add_generation_prompt=True)
         assert part.text[: part.spans[1][0]] == prompt
 
@@ -128,7 +130,9 @@ def test_answers_that_think_though_thinking_is_off(template: str) -> None:
 def test_one_turn_that_no_server_would_send() -> None:
     """It stays unsupervised, the others don't."""
     template = CHATML.replace("{{ m.content }}", "{{ 'odd ' if m.content == 'x' else '' }}{{ m.content }}")
-    template = template.replace("<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role if m.content != 'x' else 'bot' }}\n")
+    template = template.replace(
+        "<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role if m.content != 'x' else 'bot' }}\n"
+    )
     part = one(template, chat("q1", "x", "q2", "a2"))
     assert learned(part) == ["a2<|im_end|>"]
     assert [skipped.reason for skipped in part.unsupervised] == [Reason.PROMPT_DIFFERS]
@@ -175,9 +179,18 @@ def test_the_end_token_s_own_text_inside_an_answer() -> None:
 def test_several_markers_in_a_turn_and_empty_ones() -> None:
     template = MARKED.replace(
         "{{ m.content }}<|im_end|>{% endgeneration %}",
-        "{{ m.content }}{% endgeneration %}|{% generation %}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}",
+        "{{ m.content }}{% endgeneration %}|{% generation %}{% endgeneration %}"
+        "{% generation %}<|im_end|>{% endgeneration %}",
     )
     assert learned(one(template, TWO_TURNS)) == ["a1", "<|im_end|>", " a2\n", "<|im_end|>"]
+
+
+def test_a_template_that_wants_parts() -> None:
+    assert one(PARTS, TWO_TURNS) == one(CHATML, TWO_TURNS)
+    refuses_text = PARTS.replace("part.type == 'text'", "part['type'].upper() == 'TEXT'")
+    assert one(refuses_text, TWO_TURNS) == one(CHATML, TWO_TURNS)
+    with pytest.raises(TargetError, match="leaves out what the assistant says"):
+        one(CHATML.replace("m.content", "m.text"), TWO_TURNS)
 
 
 def test_tools_go_to_the_template() -> None:
@@ -221,15 +234,14 @@ def test_several_templates() -> None:
 def test_markers_as_transformers_sees_them(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(MARKED)
     chats = [
-        TWO_TURNS[:3] + chat("", "fine"),
+        [*TWO_TURNS, {"role": "user", "content": "unanswered"}],
         chat("東京の首都は?", "🗼 naïve", "Hello", "The quick brown fox", system="Be brief."),
         chat("q", "<|im_end|> inside <|im_start|>"),
     ]
     samples, _ = run_chats(tmp_path, chats, tokenizer)
     for messages, sample in zip(chats, samples, strict=True):
-        while messages[-1]["role"] != "assistant":
-            messages = messages[:-1]
-        theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        answered = messages if messages[-1]["role"] == "assistant" else messages[:-1]
+        theirs = tokenizer.apply_chat_template(answered, return_dict=True, return_assistant_tokens_mask=True)
         assert sample["input_ids"] == theirs["input_ids"]
         assert sample["loss_mask"] == theirs["assistant_masks"]
 

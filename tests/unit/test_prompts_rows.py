@@ -130,12 +130,14 @@ def test_bad_rows(value: Any, reason: Reason) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from(["messages", "conversations", "role", "content", "from", "value", "input_ids", "loss_mask"])
-        | st.text(max_size=3),
-        inner,
-        max_size=4,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["messages", "conversations", "role", "content", "from", "value", "input_ids", "loss_mask"])
+            | st.text(max_size=3),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
 )

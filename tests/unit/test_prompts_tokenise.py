@@ -1,5 +1,7 @@
 """Loss masks from spans of characters: a token counts iff all its characters lie in a span."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -41,10 +43,9 @@ def test_mask_equals_a_walk_over_the_bytes(pieces: list[tuple[str, bool]]) -> No
 def test_mask_of_equals_a_loop_over_characters(cuts: list[int], spans: list[tuple[int, int]]) -> None:
     """Tokens that touch, some of them without any character."""
     inside = {place for start, end in spans for place in range(start, end)}
-    offsets = list(zip(cuts, cuts[1:], strict=False))
+    offsets = list(pairwise(cuts))
     expected = [
-        all(place in inside for place in range(start, end))
-        and (start < end or {start - 1, start} <= inside)
+        all(place in inside for place in range(start, end)) and (start < end or {start - 1, start} <= inside)
         for start, end in offsets
     ]
     assert mask_of(np.array(offsets, np.int64).reshape(-1, 2), spans).tolist() == expected

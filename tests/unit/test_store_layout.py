@@ -21,7 +21,16 @@ def test_a_name_as_in_the_design() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "b2-r0-7", "b02-r0-00007", "b2-r0-000007", "b2-r0-00007\n", "b2-r0-00007.zarr", "b-1-r0-00007", "b²-r0-00007"],
+    [
+        "",
+        "b2-r0-7",
+        "b02-r0-00007",
+        "b2-r0-000007",
+        "b2-r0-00007\n",
+        "b2-r0-00007.zarr",
+        "b-1-r0-00007",
+        "b²-r0-00007",
+    ],
 )
 def test_other_names_are_foreign(text: str) -> None:
     assert ShardName.parse(text) is None

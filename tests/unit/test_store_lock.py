@@ -1,10 +1,10 @@
 """One run a store: the second is refused, a dead one is taken over, a lost one finds out."""
 
 import json
-import multiprocessing
 import os
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,13 @@ def test_a_second_run_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(StoreError) as caught:
             RunLock(tmp_path).acquire()
         text = str(caught.value)
-        for part in (str(tmp_path), first.holder.host, f"pid {os.getpid()}", first.holder.since, "wait until"):
+        for part in (
+            str(tmp_path),
+            first.holder.host,
+            f"pid {os.getpid()}",
+            first.holder.since,
+            "wait until",
+        ):
             assert part in text
         assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
@@ -128,36 +134,26 @@ def test_a_disk_that_is_away_for_a_moment_loses_nothing(tmp_path: Path) -> None:
         (tmp_path / "away").rename(lock.path)
 
 
-def _compete(root: str, start: Any, done: Any, results: Any) -> None:
-    lock = RunLock(Path(root))
-    start.wait()
-    try:
-        lock.acquire()
-    except StoreError:
-        results.put(False)
-        done.wait()
-    else:
-        results.put(True)
-        done.wait()  # hold it until all have tried
-        lock.release()
-
-
 @pytest.mark.parametrize("locked", ["nobody", "dead"])
 def test_of_many_newcomers_one_gets_it(tmp_path: Path, locked: str) -> None:
+    """Threads stand for processes: `flock` and exclusive creation keep them apart in the same way."""
     if locked == "dead":
         write_lock(tmp_path, pid=dead_process())
-    context = multiprocessing.get_context("fork")
-    count = 8
-    start, done, results = context.Barrier(count), context.Barrier(count), context.Queue()
-    processes = [
-        context.Process(target=_compete, args=(str(tmp_path), start, done, results)) for _ in range(count)
-    ]
-    for process in processes:
-        process.start()
-    got = [results.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(60)
-    assert sum(got) == 1
+    newcomers = 16
+    start = threading.Barrier(newcomers)
+
+    def compete(lock: RunLock) -> RunLock | None:
+        start.wait()
+        try:
+            lock.acquire()
+        except StoreError:
+            return None
+        return lock
+
+    with ThreadPoolExecutor(newcomers) as pool:
+        winners = [lock for lock in pool.map(compete, [RunLock(tmp_path) for _ in range(newcomers)]) if lock]
+    assert len(winners) == 1
+    winners[0].release()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,6 +9,7 @@ import pytest
 from dflash_tool.errors import StoreError
 from dflash_tool.schemas.manifest import SETTINGS, DataFile, Manifest
 from dflash_tool.store.manifest import (
+    _document,
     check_same_settings,
     differences,
     read_manifest,
@@ -76,9 +77,7 @@ def rewritten(root: Path, **changes: Any) -> None:
     path = root / "manifest.json"
     fields = json.loads(path.read_text()) | changes
     fields.pop("xxh3")
-    from dflash_tool.store.manifest import _checksum
-
-    path.write_text(json.dumps({**fields, "xxh3": _checksum(fields)}))
+    path.write_bytes(_document(fields))
 
 
 def test_no_store(tmp_path: Path) -> None:
@@ -103,16 +102,15 @@ def test_another_version_is_named(tmp_path: Path, manifest: Manifest) -> None:
         ({"target": None}, "target"),
     ],
 )
-def test_hostile_values_are_refused(
-    tmp_path: Path, manifest: Manifest, changes: dict[str, Any], named: str
-) -> None:
+def test_hostile_values_are_refused(tmp_path: Path, manifest: Manifest, changes: dict[str, Any], named: str) -> None:
     rewritten(tmp_path, **changes)
     with pytest.raises(StoreError, match=f"damaged: {named}: "):
         read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b"[" * 100_000, b'{"format": "other"}', b'{"a": 1e999}']
+    "content",
+    [b"", b"{", b"\xff\xfe", b"[]", b"null", b"[" * 100_000, b'{"format": "other"}', b'{"a": 1e999}'],
 )
 def test_other_content_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
@@ -123,7 +121,7 @@ def test_other_content_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_a_changed_number_is_damage(tmp_path: Path, manifest: Manifest) -> None:
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(StoreError, match="doesn't have the checksum"):
+    with pytest.raises(StoreError, match="isn't as it was written, by the checksum"):
         read_manifest(tmp_path)
 
 

@@ -37,9 +37,7 @@ def test_any_store_comes_back(
 ) -> None:
     edges = (*sorted(inner_edges), 150)
     root = tmp_path_factory.mktemp("store")
-    made = make_store(
-        root, lengths, edges=edges, hidden_size=width, store_dtype=dtype, shard_bytes=shard_bytes
-    )
+    made = make_store(root, lengths, edges=edges, hidden_size=width, store_dtype=dtype, shard_bytes=shard_bytes)
     with HiddenStore.open(root) as store:
         assert store.committed.all()
         for row in range(len(lengths)):

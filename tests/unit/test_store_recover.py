@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dflash_tool.store.recover import drop_shards, read_index, recover
 from dflash_tool.store.testing import MadeStore, make_store, make_writer
 from dflash_tool.store.verify import verify
 
-CALLS = ("open", "mkdir", "write", "fsync", "rename", "close")
+CALLS = ("open", "mkdir", "write", "fsync", "rename")
 
 
 def watch_calls(patch: pytest.MonkeyPatch, before: Callable[[str, tuple[Any, ...]], None]) -> None:
@@ -83,26 +84,23 @@ def test_a_kill_before_any_step_is_recovered_from(tmp_path: Path, monkeypatch: p
 def test_an_error_in_any_step_leaves_a_good_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, but the process lives on: it may commit its other shards and append the lost samples again."""
     made = make_store(tmp_path / "store", [10, 20, 70], complete=False)
-    failing = 0
+    failing = count = 0
+
+    def before(name: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        count += 1
+        if count == failing + 1:
+            raise OSError(errno.EIO, "Input/output error")
+
     while True:
         root = tmp_path / f"{failing:03}"
         shutil.copytree(made.root, root)
         writer = make_writer(root, made.manifest)
         count = 0
-
-        def before(name: str, args: tuple[Any, ...]) -> None:
-            nonlocal count
-            count += 1
-            if count == failing + 1 and name != "close":
-                raise OSError(errno.EIO, "Input/output error")
-
-        try:
-            with monkeypatch.context() as patch:
-                watch_calls(patch, before)
-                append(made, writer, 2)
-                writer.commit_all()
-        except StoreError as error:
-            assert "Input/output error" in str(error)
+        with monkeypatch.context() as patch, suppress(StoreError):
+            watch_calls(patch, before)
+            append(made, writer, 2)
+            writer.commit_all()
         if count <= failing:
             break
         if made.samples.sample_id(2) not in recover(root, made.manifest.layers).index.ids():
@@ -114,23 +112,19 @@ def test_an_error_in_any_step_leaves_a_good_store(tmp_path: Path, monkeypatch: p
     assert failing > 30
 
 
-def test_everything_is_durable_before_the_step_that_needs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_durable_before_the_step_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Power loss: what a rename makes visible was synced after its last change, in the order of the design."""
     made = make_store(tmp_path / "store", [10, 20, 70], complete=False)
     unsynced: set[str] = set()
     renames = []
 
     def before(name: str, args: tuple[Any, ...]) -> None:
-        if name == "open" and args[1] & os.O_CREAT:
-            unsynced.update((str(args[0]), str(Path(args[0]).parent)))
-        elif name == "mkdir":
+        if (name == "open" and args[1] & os.O_CREAT) or name == "mkdir":
             unsynced.update((str(args[0]), str(Path(args[0]).parent)))
         elif name == "write":
-            unsynced.add(os.readlink(f"/proc/self/fd/{args[0]}"))
+            unsynced.add(str(Path(f"/proc/self/fd/{args[0]}").readlink()))
         elif name == "fsync":
-            unsynced.discard(os.readlink(f"/proc/self/fd/{args[0]}"))
+            unsynced.discard(str(Path(f"/proc/self/fd/{args[0]}").readlink()))
         elif name == "rename":
             source, target = (Path(path) for path in args)
             renames.append(target.parent.name)
