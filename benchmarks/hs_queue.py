@@ -1,24 +1,11 @@
 """BucketedHSQueue against queue.Queue: items a second and hand-off latency, with the same threads.
 
-Run: python benchmarks/queue.py [--items N] [--rounds R]
+Run: python benchmarks/hs_queue.py [--items N] [--rounds R]
 
 Rates: P producers put N items in all, C consumers get them (or take them, each every C-th, in order). The two
 queues alternate; a figure is the median over the rounds, a ratio the median of the rounds' own ratios.
 Latency: half of the time of one there-and-back of a single item through two queues and two threads.
 """
-
-# ruff: noqa: E402 - the path has to be mended before the real queue is imported
-
-import sys
-from pathlib import Path
-
-_HERE = Path(__file__).resolve().parent  # whoever finds `queue` here finds this file
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]
-if __name__ == "queue":  # a script beside this one has imported something that wants the real one
-    import importlib
-
-    del sys.modules["queue"]  # the rest of this file is run too, for nobody
-    importlib.import_module("queue")
 
 import argparse
 import gc

@@ -134,6 +134,8 @@ class InflightWindow:
                 self._grant(bucket, nbytes)
                 return
             self._book_waits()
+            if not self._line:
+                self._booked_until = self._clock()
             ticket = _Ticket(bucket, nbytes)
             self._line.append(ticket)
         try:
@@ -245,14 +247,14 @@ class InflightWindow:
 
     def _book_waits(self) -> None:
         """Add the time since the last booking to what the head of the line lacks. Before every change."""
-        now = self._clock() if self._line else 0.0
-        if self._line:
-            head = self._line[0]
-            seconds = (now - self._booked_until) * len(self._line)
-            if self._lacks(head.bucket, head.nbytes) == "bytes":
-                self._waited_bytes += seconds
-            else:
-                self._waited_places += seconds
+        if not self._line:
+            return
+        head, now = self._line[0], self._clock()
+        seconds = (now - self._booked_until) * len(self._line)
+        if self._lacks(head.bucket, head.nbytes) == "bytes":
+            self._waited_bytes += seconds
+        else:
+            self._waited_places += seconds
         self._booked_until = now
 
     def _ending(self) -> BaseException | None:

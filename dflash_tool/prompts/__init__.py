@@ -9,10 +9,10 @@ Beside them `tokenizer` (loading, template arguments, mask token) and `fingerpri
 """
 
 from dflash_tool.prompts.fingerprints import fingerprint_file, template_fingerprint, tokenizer_fingerprint
-from dflash_tool.prompts.preparation import Preparation, PrepareStats, prepare
+from dflash_tool.prompts.preparation import Preparation, PrepareStats
 from dflash_tool.prompts.reasons import Reason, Skipped
 from dflash_tool.prompts.render import ChatTemplate
-from dflash_tool.prompts.rows import ChatRow, TokenRow, read_rows
+from dflash_tool.prompts.rows import ChatRow, TokenRow, check_files, read_rows
 from dflash_tool.prompts.samples import PREPARED_SCHEMA, PrepareOptions
 from dflash_tool.prompts.tokenizer import choose_mask_token, load_tokenizer, parse_template_args
 
@@ -26,11 +26,11 @@ __all__ = [
     "Reason",
     "Skipped",
     "TokenRow",
+    "check_files",
     "choose_mask_token",
     "fingerprint_file",
     "load_tokenizer",
     "parse_template_args",
-    "prepare",
     "read_rows",
     "template_fingerprint",
     "tokenizer_fingerprint",

@@ -192,10 +192,3 @@ class Preparation:
             return f"{names}: nothing to do: no rows in the data"
         reasons = "; ".join(self.stats.describe_skipped())
         return f"{names}: nothing to do: none of {self.stats.rows} rows gives a sample: {reasons}"
-
-
-def prepare(
-    files: Sequence[Path], tokenizer: Any, options: PrepareOptions, on_progress: Progress | None = None
-) -> Preparation:
-    """Turn JSONL files into samples, a stream of record batches, with statistics: see `Preparation`."""
-    return Preparation(files, tokenizer, options, on_progress)

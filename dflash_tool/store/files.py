@@ -72,12 +72,11 @@ def fsync_all(paths: Sequence[Path]) -> None:
             pass
 
 
-def write_durable(path: Path, data: bytes) -> None:
-    """Create (or replace, not atomically) a file and fsync it; the folder is left to the caller."""
+def write_file(path: Path, data: bytes) -> None:
+    """Create (or replace, not atomically) a file; nothing is synced."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
     try:
         write_all(fd, memoryview(data))
-        os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -86,7 +85,8 @@ def replace_file(path: Path, data: bytes) -> None:
     """Write a file atomically and durably, in place of an older one if there is one."""
     temporary = path.with_name(TEMP_PREFIX + path.name)
     try:
-        write_durable(temporary, data)
+        write_file(temporary, data)
+        fsync_path(temporary)
         temporary.rename(path)
         fsync_path(path.parent)
     except OSError:

@@ -25,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from dflash_tool.schemas.config import STORE_ITEMSIZE, LayerId, StoreDtype
-from dflash_tool.store.files import disk_errors, fsync_all, fsync_path, want_open_files, write_all, write_durable
+from dflash_tool.store.files import disk_errors, fsync_all, fsync_path, want_open_files, write_all, write_file
 from dflash_tool.store.index import encode_index, shard_attributes
 from dflash_tool.store.layout import (
     NUMPY_DTYPE,
@@ -257,11 +257,11 @@ class ShardWriter:
 
     def _write_documents(self, shard: _OpenShard, index: bytes) -> None:
         folder = shard_path(self.root, shard.name, temporary=True)
-        (folder / "zarr.json").write_bytes(group_document(shard_attributes(index, self.settings)))
-        (folder / "hidden" / "zarr.json").write_bytes(group_document())
+        write_file(folder / "zarr.json", group_document(shard_attributes(index, self.settings)))
+        write_file(folder / "hidden" / "zarr.json", group_document())
         document = array_document(shard.rows, self.hidden_size, self.store_dtype)
         for layer in self.layers:
-            (array_dir(folder, layer) / "zarr.json").write_bytes(document)
+            write_file(array_dir(folder, layer) / "zarr.json", document)
         fsync_all([folder, *sorted(folder.rglob("*"))])
 
     def _close_files(self, shard: _OpenShard) -> None:
@@ -285,7 +285,8 @@ class ShardWriter:
 def publish(root: Path, name: ShardName, index: bytes) -> None:
     """Steps 3 and 4 of a commit: from a finished temporary shard to a committed one."""
     temporary = index_path(root, name, temporary=True)
-    write_durable(temporary, index)
+    write_file(temporary, index)
+    fsync_path(temporary)
     temporary.rename(index_path(root, name))
     fsync_path(index_dir(root))
     shard_path(root, name, temporary=True).rename(shard_path(root, name))

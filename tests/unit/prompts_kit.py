@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_tool.prompts import Preparation, PrepareOptions, prepare
+from dflash_tool.prompts import Preparation, PrepareOptions
 
 SPECIALS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|begin_of_text|>", "<|start_header_id|>",
@@ -147,7 +147,7 @@ def write_rows(path: Path, rows: Sequence[Any]) -> Path:
 def run(files: Path | list[Path], tokenizer: Any, **options: Any) -> tuple[list[dict[str, Any]], Any]:
     """All samples, and the statistics."""
     paths = files if isinstance(files, list) else [files]
-    stream: Preparation = prepare(paths, tokenizer, PrepareOptions(**{"vocab_size": len(tokenizer), **options}))
+    stream: Preparation = Preparation(paths, tokenizer, PrepareOptions(**{"vocab_size": len(tokenizer), **options}))
     samples = [sample for batch in stream for sample in batch.to_pylist()]
     return samples, stream.stats
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_tool.errors import DataError, TargetError
-from dflash_tool.prompts import PREPARED_SCHEMA, PrepareOptions, PrepareStats, preparation, prepare
+from dflash_tool.prompts import PREPARED_SCHEMA, Preparation, PrepareOptions, PrepareStats, preparation
 from dflash_tool.schemas.arrow import SAMPLES_SCHEMA, content_hash, make_sample_id
 
 from .prompts_kit import CHATML, LLAMA3, MARKED, PLAIN, QWEN3, STRICT, chat, make_tokenizer, run, run_chats, write_rows
@@ -136,7 +136,7 @@ def test_duplicates_are_kept_numbered_and_told(tmp_path: Path) -> None:
     rows = [{"input_ids": ids, "loss_mask": [0, 1, 1]} for ids in ([1, 2, 3], [4, 5, 6], [1, 2, 3], [1, 2, 3])]
     rows.append({"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]})
     files = [write_rows(tmp_path / "a.jsonl", rows[:2]), write_rows(tmp_path / "b.jsonl", rows[2:])]
-    stream = prepare(files, make_tokenizer(), PrepareOptions(vocab_size=10))
+    stream = Preparation(files, make_tokenizer(), PrepareOptions(vocab_size=10))
     batches = list(stream)
     assert stream.stats.duplicates == 2
     ids = [i for batch in batches for i in batch.column("sample_id").to_pylist()]
@@ -159,7 +159,7 @@ def test_batches_have_the_schema_and_the_order_of_the_files(tmp_path: Path, monk
     rows.insert(2, {"input_ids": [9, 9, 9], "loss_mask": [0, 1, 1]})
     files = [write_rows(tmp_path / "a.jsonl", rows[:4]), write_rows(tmp_path / "b.jsonl", rows[4:])]
     seen: list[tuple[int, int, int]] = []
-    stream = prepare(files, tokenizer, PrepareOptions(vocab_size=1000), lambda *numbers: seen.append(numbers))
+    stream = Preparation(files, tokenizer, PrepareOptions(vocab_size=1000), lambda *numbers: seen.append(numbers))
     batches = list(stream)
     assert all(batch.schema == PREPARED_SCHEMA and batch.num_rows <= 3 for batch in batches)
     for batch in batches:
@@ -281,7 +281,7 @@ def test_no_template_matters_only_for_conversations(tmp_path: Path) -> None:
 def test_missing_file_is_found_before_any_work(tmp_path: Path) -> None:
     good = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "loss_mask": [1, 1]}])
     with pytest.raises(DataError, match="missing"):
-        prepare([good, tmp_path / "missing.jsonl"], make_tokenizer(), PrepareOptions(vocab_size=10))
+        Preparation([good, tmp_path / "missing.jsonl"], make_tokenizer(), PrepareOptions(vocab_size=10))
 
 
 ROWS = st.lists(
@@ -303,7 +303,7 @@ def test_nothing_is_lost_unsaid(
     path = write_rows(tmp_path_factory.getbasetemp() / "rows.jsonl", rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparation, "_CHUNK_ROWS", chunk)
-        stream = prepare(
+        stream = Preparation(
             [path], make_tokenizer(MARKED), PrepareOptions(vocab_size=420, max_length=limit, mask_token_id=3)
         )
         samples = []

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -361,8 +362,8 @@ def test_abort_reaches_every_waiter_and_beats_close(stage: Stage) -> None:
     stuck: BucketedHSQueue[str] = BucketedHSQueue(max_items_per_bucket=1)
     stuck.put(item(0))
     waiters = [
-        *(stage.start(lambda i=i: stuck.put(item(i))) for i in (1, 2, 3)),
-        *(stage.start(lambda i=i: stuck.take(i)) for i in (10, 11)),
+        *(stage.start(partial(stuck.put, item(i))) for i in (1, 2, 3)),
+        *(stage.start(partial(stuck.take, i)) for i in (10, 11)),
     ]
     empty: BucketedHSQueue[str] = BucketedHSQueue()
     getters = [stage.start(empty.get) for _ in range(3)]

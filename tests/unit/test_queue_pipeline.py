@@ -6,10 +6,14 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, product
+from typing import TypeVar
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_tool.queue import BucketedHSQueue, BucketPolicy, Item, QueueClosed
@@ -26,7 +30,18 @@ def _switch_threads_often() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-class Boom(Exception):
+T = TypeVar("T")
+
+
+def until_closed(shared: BucketedHSQueue[T]) -> Iterator[Item[T]]:
+    while True:
+        try:
+            yield shared.get()
+        except QueueClosed:
+            return
+
+
+class BoomError(Exception):
     """What a failing thread raises."""
 
 
@@ -74,6 +89,10 @@ class Plan:
     fail: tuple[str, int, int] | None  # role, which thread of it, at which of its batches
     seed: int
 
+    @property
+    def largest(self) -> int:
+        return max(nbytes for _, nbytes in self.batches)
+
 
 plans = st.builds(
     Plan,
@@ -89,112 +108,97 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plan=plans)
-def test_a_run_ends_with_all_items_or_the_first_error(plan: Plan) -> None:
-    largest = max(nbytes for _, nbytes in plan.batches)
-    window = InflightWindow(int(largest * (1 + plan.slack)), plan.places)
-    todo: BucketedHSQueue[None] = BucketedHSQueue()  # the shared target queue: one bucket, so a plain FIFO
-    states: BucketedHSQueue[str] = BucketedHSQueue()
-    boom = Boom(plan.fail)
-    lock = threading.Lock()
-    in_flight = most = 0
-    used: list[int] = []
-    targets_left = plan.targets
+class Run:
+    """Dispatcher, targets and consumers of one plan around one window and two queues."""
 
-    def abort(error: BaseException) -> None:
-        for part in (window, todo, states):
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.window = InflightWindow(int(plan.largest * (1 + plan.slack)), plan.places)
+        self.todo: BucketedHSQueue[None] = BucketedHSQueue()  # the shared target queue: one bucket, a plain FIFO
+        self.states: BucketedHSQueue[str] = BucketedHSQueue()
+        self.boom = BoomError(plan.fail)
+        self.lock = threading.Lock()
+        self.in_flight = self.most = 0  # bytes, counted by the test
+        self.used: list[int] = []
+        self.targets_left = plan.targets
+        rng = random.Random(plan.seed)
+        self.owner = [rng.randrange(plan.consumers) for _ in plan.batches]
+        self.crew = Crew(self.abort)
+        self.crew.roles = [self.dispatch, *(partial(self.target, n) for n in range(plan.targets))]
+        consumer = self.drafter if plan.taking else self.sink
+        self.crew.roles += [partial(consumer, n) for n in range(plan.consumers)]
+
+    def abort(self, error: BaseException) -> None:
+        for part in (self.window, self.todo, self.states):
             part.abort(error)
 
-    def work(role: str, number: int) -> Callable[[], None]:
-        """One batch's worth of work: a random pause, or the failure that the plan wants here."""
-        rng = random.Random(f"{plan.seed} {role} {number}")
-        done = 0
-
-        def step() -> None:
-            nonlocal done
-            if plan.fail == (role, number, done):
-                raise boom
-            done += 1
+    def work(self, role: str, number: int) -> Iterator[None]:
+        """One batch's worth of work at each ``next``: a random pause, or the failure that the plan wants here."""
+        rng = random.Random(f"{self.plan.seed} {role} {number}")
+        for done in count():
+            if self.plan.fail == (role, number, done):
+                raise self.boom
             for _ in range(rng.choice((0, 0, 20, 200))):
                 pass
+            yield
 
-        return step
+    def dispatch(self) -> None:
+        step = self.work("dispatch", 0)
+        for index, (bucket, nbytes) in enumerate(self.plan.batches):
+            next(step)
+            self.window.acquire(bucket, nbytes)
+            with self.lock:
+                self.in_flight += nbytes
+                self.most = max(self.most, self.in_flight)
+            self.todo.put(Item(index, 0, 0, None))
+        self.todo.close()
 
-    def dispatch() -> None:
-        nonlocal in_flight, most
-        step = work("dispatch", 0)
-        for index, (bucket, nbytes) in enumerate(plan.batches):
-            step()
-            window.acquire(bucket, nbytes)
-            with lock:
-                in_flight += nbytes
-                most = max(most, in_flight)
-            todo.put(Item(index, 0, 0, None))
-        todo.close()
-
-    def target(number: int) -> None:
-        nonlocal targets_left
-        step = work("target", number)
-        while True:
-            try:
-                index = todo.get().index
-            except QueueClosed:
-                break
-            step()
-            bucket, nbytes = plan.batches[index]
-            states.put(Item(index, bucket, nbytes, f"states of {index}"))
-        with lock:
-            targets_left -= 1
-            last = targets_left == 0
+    def target(self, number: int) -> None:
+        step = self.work("target", number)
+        for index in (item.index for item in until_closed(self.todo)):
+            next(step)
+            bucket, nbytes = self.plan.batches[index]
+            self.states.put(Item(index, bucket, nbytes, f"states of {index}"))
+        with self.lock:
+            self.targets_left -= 1
+            last = self.targets_left == 0
         if last:
-            states.close()
+            self.states.close()
 
-    def use(item: Item[str]) -> None:
-        nonlocal in_flight
+    def sink(self, number: int) -> None:
+        step = self.work("consumer", number)
+        for item in until_closed(self.states):
+            next(step)
+            self.use(item)
+
+    def drafter(self, number: int) -> None:
+        step = self.work("consumer", number)
+        for index in (index for index, owner in enumerate(self.owner) if owner == number):
+            item = self.states.take(index)
+            next(step)
+            self.use(item)
+
+    def use(self, item: Item[str]) -> None:
         assert item.payload == f"states of {item.index}"
-        with lock:
-            in_flight -= item.nbytes
-            used.append(item.index)
-        window.release(item.bucket, item.nbytes)
+        with self.lock:
+            self.in_flight -= item.nbytes
+            self.used.append(item.index)
+        self.window.release(item.bucket, item.nbytes)
 
-    def sink(number: int) -> None:
-        step = work("consumer", number)
-        while True:
-            try:
-                item = states.get()
-            except QueueClosed:
-                return
-            step()
-            use(item)
 
-    mine = [random.Random(plan.seed).randrange(plan.consumers) for _ in plan.batches]
-
-    def drafter(number: int) -> None:
-        step = work("consumer", number)
-        for index, owner in enumerate(mine):
-            if owner == number:
-                item = states.take(index)
-                step()
-                use(item)
-
-    crew = Crew(abort)
-    crew.roles = [dispatch]
-    crew.roles += [lambda n=n: target(n) for n in range(plan.targets)]  # type: ignore[misc]
-    consumer = drafter if plan.taking else sink
-    crew.roles += [lambda n=n: consumer(n) for n in range(plan.consumers)]  # type: ignore[misc]
-    crew.run()
-
-    assert len(set(used)) == len(used)
-    assert most <= window.limit_bytes
-    assert most <= window.peak <= window.limit_bytes
-    if crew.errors:
-        assert all(error is boom for error in crew.errors)
+@settings(max_examples=250, deadline=None)
+@given(plan=plans)
+def test_a_run_ends_with_all_items_or_the_first_error(plan: Plan) -> None:
+    run = Run(plan)
+    run.crew.run()
+    assert len(set(run.used)) == len(run.used)
+    assert run.most <= run.window.peak <= run.window.limit_bytes
+    if run.crew.errors:
+        assert all(error is run.boom for error in run.crew.errors)
     else:
-        assert sorted(used) == list(range(len(plan.batches)))
-        assert window.in_flight == states.qsize() == 0
-        if plan.places == 1 and plan.slack == 0:
-            assert window.peak >= largest
+        assert sorted(run.used) == list(range(len(plan.batches)))
+        assert run.window.in_flight == run.states.qsize() == 0
+        assert run.window.peak >= plan.largest
 
 
 class Watched(BucketPolicy[int]):
@@ -222,53 +226,39 @@ def test_bounded_by_itself_with_gets_and_takes_mixed(
 ) -> None:
     shared: BucketedHSQueue[int] = BucketedHSQueue(max_items_per_bucket=max_items, max_bytes=max_bytes)
     shared._policy = Watched(max_items_per_bucket=max_items, max_bytes=max_bytes)
-    rng = random.Random(seed)
     total = sum(counts)
-    starts = [sum(counts[:producer]) for producer in range(len(counts))]
-    wanted = [rng.sample(range(total), total)[: total // 3][taker::takers] for taker in range(takers)]
+    rng = random.Random(seed)
+    items = [Item(index, rng.randrange(3), rng.randrange(10), index) for index in range(total)]
+    wanted = rng.sample(range(total), total // 3)
     got: list[list[Item[int]]] = [[] for _ in range(getters)]
-    taken: list[list[int]] = [[] for _ in range(takers)]
-    left, lock = len(counts), threading.Lock()
+    taken: list[Item[int]] = []
+    done = threading.Barrier(len(counts), action=shared.close)
 
     def produce(producer: int) -> None:
-        nonlocal left
-        own = random.Random(f"{seed} {producer}")
-        for index in range(starts[producer], starts[producer] + counts[producer]):
-            shared.put(Item(index, own.randrange(3), own.randrange(10), producer))
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            shared.close()
+        first = sum(counts[:producer])
+        for item in items[first : first + counts[producer]]:
+            shared.put(item)
+        done.wait(HANG)
 
     def get(getter: int) -> None:
-        while True:
-            try:
-                got[getter].append(shared.get())
-            except QueueClosed:
-                return
+        got[getter].extend(until_closed(shared))
 
     def take(taker: int) -> None:
-        for index in wanted[taker]:
-            try:
-                taken[taker].append(shared.take(index).index)
-            except QueueClosed:  # a get had it before
-                continue
-            except ValueError:  # another taker waits for it
-                continue
+        for index in wanted[taker::takers]:
+            with suppress(QueueClosed):  # a get had it before this take came
+                taken.append(shared.take(index))
 
     crew = Crew(shared.abort)
-    for role, count in ((produce, len(counts)), (get, getters), (take, takers)):
-        crew.roles += [lambda role=role, n=n: role(n) for n in range(count)]  # type: ignore[misc]
+    for role, number in ((produce, len(counts)), (get, getters), (take, takers)):
+        crew.roles += [partial(role, n) for n in range(number)]
     crew.run()
     assert not crew.errors
-    out = [item.index for items in got for item in items] + [index for indices in taken for index in indices]
-    assert sorted(out) == list(range(total)), "every item out exactly once"
-    for items in got:  # one producer's items of one bucket reach one getter in the order they were put
-        for producer in range(len(counts)):
-            for bucket in range(3):
-                seen = [i.index for i in items if (i.payload, i.bucket) == (producer, bucket)]
-                assert seen == sorted(seen)
+    out = [*taken, *(item for its in got for item in its)]
+    assert sorted(out, key=lambda item: item.index) == items, "every item out exactly once"
+    for one, producer, bucket in product(got, range(len(counts)), range(3)):
+        mine = range(sum(counts[:producer]), sum(counts[: producer + 1]))
+        seen = [item.index for item in one if item.index in mine and item.bucket == bucket]
+        assert seen == sorted(seen), "one producer's items of one bucket reach one getter in order"
     counters = shared.counters()
     assert sum(counters.puts.values()) == sum(counters.gets.values()) == total
     assert (shared.qsize(), shared.nbytes(), shared.bucket_sizes()) == (0, 0, {})

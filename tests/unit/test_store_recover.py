@@ -3,8 +3,10 @@
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,23 @@ CALLS = ("open", "mkdir", "write", "fsync", "rename")
 
 
 def watch_calls(patch: pytest.MonkeyPatch, before: Callable[[str, tuple[Any, ...]], None]) -> None:
-    """Call `before(name, arguments)` before every system call by which a writer changes a disk."""
+    """Call `before(name, arguments)` before every system call by which a writer changes a disk, one at a time."""
+    one_at_a_time = threading.RLock()
+    inside = False
+
+    def call(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        with one_at_a_time:
+            if not inside:  # `before` may make the same calls
+                inside = True
+                try:
+                    before(name, args)
+                finally:
+                    inside = False
+            return original(*args, **kwargs)
+
     for name in CALLS:
-        original = getattr(os, name)
-
-        def call(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
-            before(_name, args)
-            return _original(*args, **kwargs)
-
-        patch.setattr(writer_module.os, name, call)
+        patch.setattr(writer_module.os, name, partial(call, name, getattr(os, name)))
 
 
 def append(made: MadeStore, writer: writer_module.ShardWriter, row: int) -> None:
@@ -45,15 +55,10 @@ def test_a_kill_before_any_step_is_recovered_from(tmp_path: Path, monkeypatch: p
     writer = make_writer(made.root, made.manifest)
     steps: list[Path] = []
     originals = {name: getattr(os, name) for name in CALLS}
-    busy = False
 
     def before(name: str, args: tuple[Any, ...]) -> None:
-        nonlocal busy
-        if not busy:  # copying makes the same calls
-            busy = True
-            steps.append(tmp_path / f"{len(steps):03}")
-            shutil.copytree(made.root, steps[-1])
-            busy = False
+        steps.append(tmp_path / f"{len(steps):03}")
+        shutil.copytree(made.root, steps[-1])
 
     with monkeypatch.context() as patch:
         watch_calls(patch, before)
