@@ -2,149 +2,114 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import typer
 from rich.console import Console
 
-from dflash_tool.commands.options import load_config
+from dflash_tool.commands.options import load_config, option
 
-_INPUT, _MODEL, _SHAPE, _RUN = "Input", "Target", "Batches and memory", "Run"
+_INPUT, _TARGET, _SHAPE, _RUN = "Input", "Target", "Batches and memory", "Run"
 
 
 def extract(
     target: Annotated[
-        str | None,
-        typer.Option(help="Folder of the target LLM (config, safetensors, tokenizer).", rich_help_panel=_INPUT),
+        str | None, option(_INPUT, "Folder of the target LLM: config, safetensors, tokenizer.", metavar="FOLDER")
     ] = None,
     data: Annotated[
-        list[Path] | None,
-        typer.Option(help="JSONL file of chats or ready tokens; repeat for several.", rich_help_panel=_INPUT),
+        list[Path] | None, option(_INPUT, "JSONL file of chats or ready tokens; repeatable.", metavar="FILE")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The store to write, or to go on with.", rich_help_panel=_INPUT)
-    ] = None,
+    out: Annotated[Path | None, option(_INPUT, "The store to write, or to go on with.", metavar="STORE")] = None,
     max_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Longest sample in tokens.  [default: 3072, or what the target allows]",
-            rich_help_panel=_INPUT,
-        ),
+        int | None, option(_INPUT, "Longest sample in tokens.", "3072, or what the target allows", metavar="N")
     ] = None,
     overlength: Annotated[
-        str | None,
-        typer.Option(help="Longer samples: truncate or skip.  [default: truncate]", rich_help_panel=_INPUT),
+        Literal["truncate", "skip"] | None, option(_INPUT, "What to do with longer samples.", "truncate")
     ] = None,
     turns: Annotated[
-        str | None,
-        typer.Option(
-            help="Where a template renders earlier turns differently later on: a sample for each assistant turn, or "
-            "for the last one.  [default: each]",
-            rich_help_panel=_INPUT,
+        Literal["each", "last"] | None,
+        option(
+            _INPUT,
+            "Where the template renders earlier turns differently later on (Qwen3 drops their thinking): a sample for "
+            "each assistant turn, or for the last one.",
+            "each",
         ),
     ] = None,
     chat_template: Annotated[
-        Path | None,
-        typer.Option(help="Jinja file to use instead of the tokenizer's template.", rich_help_panel=_INPUT),
+        Path | None, option(_INPUT, "Jinja file to use instead of the tokenizer's template.", metavar="FILE")
     ] = None,
     template_arg: Annotated[
         list[str] | None,
-        typer.Option(help="k=v for the template, such as enable_thinking=false; repeatable.", rich_help_panel=_INPUT),
+        option(_INPUT, "For the template, such as enable_thinking=false; repeatable.", metavar="KEY=VALUE"),
     ] = None,
     strict: Annotated[
-        bool | None,
-        typer.Option("--strict", help="Stop at the first bad row instead of skipping it.", rich_help_panel=_INPUT),
+        bool | None, option(_INPUT, "Stop at the first bad row instead of skipping it.", flag="--strict")
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(
-            help="Decoder layers to keep, 0-based, as in 1,9,17: the output of each.  [default: 5, spread]",
-            rich_help_panel=_MODEL,
+        option(
+            _TARGET,
+            "Decoder layers to store the output of, 0-based.",
+            "5, spread over the target",
+            metavar="1,9,17,...",
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Compute in float32, bfloat16 or float16.  [default: auto: bfloat16 on CUDA, float32 on CPU]",
-            rich_help_panel=_MODEL,
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        option(
+            _TARGET,
+            "Compute in float32, bfloat16 or float16.",
+            "auto: bfloat16 on CUDA, float32 on CPU",
+            metavar="TYPE",
         ),
     ] = None,
     store_dtype: Annotated[
-        str | None,
-        typer.Option(help="Store bfloat16, float16 or float32.  [default: bfloat16]", rich_help_panel=_MODEL),
+        Literal["bfloat16", "float16", "float32"] | None,
+        option(_TARGET, "Store bfloat16, float16 or float32.", "bfloat16", metavar="TYPE"),
     ] = None,
     target_device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...  [default: auto]", rich_help_panel=_MODEL)
+        str | None, option(_TARGET, "cpu, cuda, cuda:1, ...", "the first CUDA device, or the CPU", metavar="DEVICE")
     ] = None,
     mask_token_id: Annotated[
         int | None,
-        typer.Option(
-            help="Mask token for the drafter.  [default: the tokenizer's, or an unused row]",
-            rich_help_panel=_MODEL,
-        ),
+        option(_TARGET, "Mask token for the drafter.", "the tokenizer's, or an unused embedding row", metavar="ID"),
     ] = None,
     trust_remote_code: Annotated[
-        bool | None,
-        typer.Option("--trust-remote-code", help="Run code that comes with the target.", rich_help_panel=_MODEL),
+        bool | None, option(_TARGET, "Run code that comes with the target.", flag="--trust-remote-code")
     ] = None,
     buckets: Annotated[
         str | None,
-        typer.Option(
-            help="How many length buckets, or their upper edges: 128,512,2048.  [default: 6]",
-            rich_help_panel=_SHAPE,
-        ),
+        option(_SHAPE, "How many length buckets, or their upper edges, as in 128,512,2048.", "6", metavar="K|EDGES"),
     ] = None,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens in one forward, padding included.  [default: 2048 on CPU, 32768 on CUDA]",
-            rich_help_panel=_SHAPE,
-        ),
+        option(_SHAPE, "Tokens in one forward, padding included.", "2048 on CPU, 32768 on CUDA", metavar="N"),
     ] = None,
     inflight_gib: Annotated[
         float | None,
-        typer.Option(
-            help="Hidden states in flight, at most.  [default: a quarter of the free memory]",
-            rich_help_panel=_SHAPE,
-        ),
+        option(_SHAPE, "Hidden states in flight, at most.", "a quarter of the free memory", metavar="GIB"),
     ] = None,
     hs_queue_depth: Annotated[
-        int | None,
-        typer.Option(help="Batches of one bucket in flight, at most.  [default: 4]", rich_help_panel=_SHAPE),
+        int | None, option(_SHAPE, "Batches of one bucket in flight, at most.", "4", metavar="N")
     ] = None,
-    shard_mib: Annotated[
-        float | None, typer.Option(help="Commit a shard at this size.  [default: 1024]", rich_help_panel=_RUN)
-    ] = None,
+    shard_mib: Annotated[float | None, option(_RUN, "Commit a shard at this size ...", "1024", metavar="MIB")] = None,
     commit_every: Annotated[
-        float | None,
-        typer.Option(help="... or after this many seconds.  [default: 120]", rich_help_panel=_RUN),
+        float | None, option(_RUN, "... or at this age, whichever is first.", "120", metavar="SECONDS")
     ] = None,
     max_bad: Annotated[
         float | None,
-        typer.Option(
-            help="Stop when more than this share of samples has NaN or Inf states.  [default: 0.01]",
-            rich_help_panel=_RUN,
-        ),
+        option(_RUN, "Stop when more than this share of samples has NaN or Inf states.", "0.01", metavar="SHARE"),
     ] = None,
     verify: Annotated[
         bool | None,
-        typer.Option(
-            "--verify",
-            help="Hash the shards that are there first; make damaged ones again.",
-            rich_help_panel=_RUN,
-        ),
+        option(_RUN, "Hash the shards that are there first; make damaged ones again.", flag="--verify"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Order of the samples.  [default: 0]", rich_help_panel=_RUN)] = None,
+    seed: Annotated[int | None, option(_RUN, "Decides the order of the samples.", "0", metavar="N")] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(help="YAML file with any of these settings; options win over it.", rich_help_panel=_RUN),
+        Path | None, option(_RUN, "YAML file with any of these settings; options win over it.", metavar="FILE")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done; write nothing.", rich_help_panel=_RUN)
-    ] = False,
+    dry_run: Annotated[bool, option(_RUN, "Say what would be done; write nothing.", flag="--dry-run")] = False,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="One JSON document on stdout; progress goes to stderr.", rich_help_panel=_RUN),
+        bool, option(_RUN, "One JSON document on stdout; messages go to stderr.", flag="--json")
     ] = False,
 ) -> None:
     """Run the target over a file of chats and write its hidden states to a sharded store.
@@ -167,13 +132,12 @@ def extract(
     from dflash_tool.commands.panel import show_progress
     from dflash_tool.telemetry import ExtractTelemetry
 
-    console, messages = Console(), Console(stderr=True)
     telemetry = ExtractTelemetry()
-    with show_progress(telemetry, messages):
+    with show_progress(telemetry, Console(stderr=True)):
         outcome = pipeline.plan(resolved, telemetry) if dry_run else pipeline.extract(resolved, telemetry)
     if as_json:
         print(json.dumps(outcome.as_json(), indent=2))  # noqa: T201 - the one document on stdout
     elif isinstance(outcome, pipeline.ExtractResult):
-        console.print(result_text(outcome))
+        Console().print(result_text(outcome))
     else:
-        console.print(plan_text(outcome))
+        Console().print(plan_text(outcome))

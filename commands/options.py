@@ -4,12 +4,23 @@ import difflib
 from pathlib import Path
 from typing import Any, TypeVar
 
+import typer
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from dflash_tool.errors import ConfigError
 
 Config = TypeVar("Config", bound=BaseModel)
+
+
+def option(panel: str, text: str, default: str | None = None, *, flag: str | None = None, **settings: Any) -> Any:
+    """A typer option that shows what happens without it.
+
+    Defaults live in the configs alone, so an option that wasn't given stays None; `default` says it in words. `flag`
+    names a switch that has no --no-... form.
+    """
+    said = f"{text}  [dim]\\[default: {default}][/dim]" if default else text
+    return typer.Option(*([flag] if flag else []), help=said, rich_help_panel=panel, **settings)
 
 
 def load_config(model: type[Config], file: Path | None, flags: dict[str, Any]) -> Config:

@@ -57,7 +57,7 @@ _CODE_ASKS = (
     "How is {t} implemented?",
     "Show the code of {t}, please.",
 )
-_SKIP_PAGES = re.compile(r"^(genindex.*|contents|search|copyright|download|about|py-modindex)\.html$")
+_SKIP_PAGES = re.compile(r"^(genindex.*|changelog|contents|search|copyright|download|about|py-modindex)\.html$")
 _SKIP_PARTS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 
 
@@ -206,8 +206,7 @@ def chitchat_chats(dataset: Path) -> Iterator[Chat]:
         if len(said) < 6 or any(_is_junk(text) for text in said):
             continue
         messages = [
-            {"role": "assistant" if number % 2 else "user", "content": text}
-            for number, text in enumerate(said)
+            {"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(said)
         ]
         if record.get("prompt") and draw("topic", key) < 0.5:
             topic = plain(record["prompt"])

@@ -66,9 +66,7 @@ def user_turns(chats: list[Chat]) -> dict[tuple[str, bool], list[list[str]]]:
     return dict(found)
 
 
-def plan(
-    chats: list[Chat], tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace
-) -> list[Conversation]:
+def plan(chats: list[Chat], tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> list[Conversation]:
     """Draw what to ask, how to decode and how long to go on from ``options.seed``."""
     rng = np.random.default_rng(options.seed)
     asks_of = user_turns(chats)
@@ -192,8 +190,7 @@ def generate(options: argparse.Namespace) -> None:
     dropped = Counter((c.fault, "sampled" if c.temperature else "greedy") for c in conversations if c.fault)
     seconds = time.monotonic() - start
     print(
-        f"{len(sound)} sound of {len(conversations)}, {len(lines)} written, {seconds:.0f} s; "
-        f"dropped: {dict(dropped)}"
+        f"{len(sound)} sound of {len(conversations)}, {len(lines)} written, {seconds:.0f} s; dropped: {dict(dropped)}"
     )
 
 
@@ -209,13 +206,9 @@ def report(options: argparse.Namespace) -> None:
         print(f"  {path.name} {path.stat().st_size:,} bytes")
     print("training:", (options.target / "training.json").read_text(encoding="utf-8").strip())
     lengths = [len(tokenizer.apply_chat_template(row["messages"], return_dict=False)) for row in rows]
-    print(
-        f"chats: {len(rows):,} conversations, {sum(lengths):,} tokens, {options.chats.stat().st_size:,} bytes"
-    )
+    print(f"chats: {len(rows):,} conversations, {sum(lengths):,} tokens, {options.chats.stat().st_size:,} bytes")
     print("  by source:", dict(Counter(row["id"].split("-")[0] for row in rows)))
-    print(
-        "  by user turns:", dict(Counter(sum(m["role"] == "user" for m in row["messages"]) for row in rows))
-    )
+    print("  by user turns:", dict(Counter(sum(m["role"] == "user" for m in row["messages"]) for row in rows)))
     print("  with a system message:", sum(row["messages"][0]["role"] == "system" for row in rows))
     marks = (0, 1, 5, 25, 50, 75, 90, 95, 99, 100)
     print(
@@ -238,10 +231,7 @@ def report(options: argparse.Namespace) -> None:
         print(f"  distinct 4-grams {name}: mean {mean:.3f}, 5th percentile {low:.3f}, {len(values)} answers")
     print("  conversations:", dict(Counter(row["decoding"] for row in rows)))
     print("  answers cut at the cap:", dict(capped))
-    print(
-        f"  greedy answer tokens that are the target's argmax: {argmax:,} of {answered:,} "
-        f"({argmax / answered:.3%})"
-    )
+    print(f"  greedy answer tokens that are the target's argmax: {argmax:,} of {answered:,} ({argmax / answered:.3%})")
     text = json.dumps([row["messages"] for row in rows], ensure_ascii=False)
     empty = sum(not m["content"].strip() for row in rows for m in row["messages"])
     print("  U+FFFD:", text.count("\ufffd"), "empty messages:", empty)
@@ -268,9 +258,7 @@ def confirm(
 
 def main() -> None:
     """Run ``generate`` or ``report``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     making = commands.add_parser("generate", help="write the conversations")
     making.add_argument("--docs", type=Path, required=True)
@@ -281,9 +269,7 @@ def main() -> None:
     making.add_argument("--count", type=int, default=2000, help="conversations to write")
     making.add_argument("--candidates", type=int, default=3000, help="conversations to generate")
     making.add_argument("--greedy-share", type=float, default=0.5)
-    making.add_argument(
-        "--median-cap", type=float, default=400, help="of a conversation's length cap, tokens"
-    )
+    making.add_argument("--median-cap", type=float, default=400, help="of a conversation's length cap, tokens")
     making.add_argument("--sigma-cap", type=float, default=0.9)
     making.add_argument("--batch-size", type=int, default=64)
     making.add_argument("--seed", type=int, default=0)
@@ -291,9 +277,7 @@ def main() -> None:
     reporting = commands.add_parser("report", help="print what README.md quotes")
     reporting.add_argument("--target", type=Path, required=True)
     reporting.add_argument("--chats", type=Path, required=True)
-    reporting.add_argument(
-        "--show", nargs="*", default=[], metavar="ID", help="print these conversations too"
-    )
+    reporting.add_argument("--show", nargs="*", default=[], metavar="ID", help="print these conversations too")
     reporting.set_defaults(run=report)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -151,9 +151,7 @@ class Sampler:
         logits_BV = logits_BV.float()
         logits_BV[:, self._banned] = -torch.inf
         best_B = logits_BV.argmax(-1)
-        share_BV, token_BV = (
-            (logits_BV / temperature_B.clamp(min=1e-3)[:, None]).softmax(-1).sort(-1, descending=True)
-        )
+        share_BV, token_BV = (logits_BV / temperature_B.clamp(min=1e-3)[:, None]).softmax(-1).sort(-1, descending=True)
         share_BV[share_BV.cumsum(-1) - share_BV > self._top_p] = 0
         drawn_B1 = torch.multinomial(share_BV, 1, generator=self._noise)
         return torch.where(temperature_B > 0, token_BV.gather(1, drawn_B1)[:, 0], best_B)

@@ -141,9 +141,7 @@ def held_out_bits_per_byte(
     for source in SOURCES:
         bits, size = 0.0, 0
         for chat in (c for c in chats if c.held_out and c.source == source):
-            encoded = tokenizer.apply_chat_template(
-                chat.messages, return_dict=True, return_assistant_tokens_mask=True
-            )
+            encoded = tokenizer.apply_chat_template(chat.messages, return_dict=True, return_assistant_tokens_mask=True)
             ids = torch.tensor(encoded["input_ids"][: ROW_SHAPES[-1][0]])[None]
             mask = torch.tensor(encoded["assistant_masks"][: ROW_SHAPES[-1][0]], dtype=torch.bool)[1:]
             with torch.inference_mode():
@@ -233,25 +231,17 @@ def train(
 
 def main() -> None:
     """Parse, read, train, measure, save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", type=Path, required=True, help="folder of Python's HTML documentation")
     parser.add_argument("--stdlib", type=Path, required=True, help="folder of the standard library's sources")
     parser.add_argument("--chitchat", type=Path, required=True, help="dataset.json of chitchat-dataset")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
-    parser.add_argument(
-        "--tokens", type=int, default=10_500_000, help="tokens to train on (default: about one epoch)"
-    )
+    parser.add_argument("--tokens", type=int, default=10_500_000, help="tokens to train on (default: about one epoch)")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--compile", action="store_true", help="bf16 autocast and torch.compile (needs a C++ compiler)"
-    )
-    parser.add_argument(
-        "--max-minutes", type=float, default=math.inf, help="hurry the schedule to end by then"
-    )
+    parser.add_argument("--compile", action="store_true", help="bf16 autocast and torch.compile (needs a C++ compiler)")
+    parser.add_argument("--max-minutes", type=float, default=math.inf, help="hurry the schedule to end by then")
     parser.add_argument("--checkpoint-seconds", type=float, default=240)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -268,9 +258,7 @@ def main() -> None:
     report: dict[str, object] = {"tokens": 0, "steps": 0}
     if options.tokens:
         batches = endless_batches(encode(training, tokenizer), options.seed)
-        report = train(
-            model, batches, options, lambda r: save_folder(options.work / "latest", model, tokenizer, r)
-        )
+        report = train(model, batches, options, lambda r: save_folder(options.work / "latest", model, tokenizer, r))
         report["held_out_bits_per_byte"] = held_out_bits_per_byte(model, tokenizer, chats)
     save_folder(options.out, model, tokenizer, {"parameters": parameters, **report})
     print(json.dumps(report))
