@@ -194,10 +194,11 @@ def main() -> None:
     """Run it for a large and a tiny target's rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=512, help="MiB of rows a side (default 512)")
+    parser.add_argument("--width", type=int, action="append", help="hidden size (default 4096 and 160)")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path(), help="where to write: the disk to measure")
     options = parser.parse_args()
-    for width in (4096, 160):
+    for width in options.width or (4096, 160):
         with tempfile.TemporaryDirectory(dir=options.folder, prefix=".bench-store-") as folder:
             run(Path(folder), options.mib, width, options.pairs)
 

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dflash_tool.commands.format import count, duration, facts, share, size
+from dflash_tool.commands.format import count, duration, facts, share, size, waits_text
 from dflash_tool.pipeline import ExtractResult
 from dflash_tool.planning import BucketPlan, ExtractionPlan
 from dflash_tool.schemas.manifest import Manifest
@@ -62,7 +62,7 @@ def result_text(result: ExtractResult) -> RenderableType:
             "in flight",
             f"peak {size(run.peak_inflight_bytes)} of a window of {size(run.inflight_limit_bytes)}",
         ),
-        ("waited", ", ".join(f"{who} {duration(seconds)}" for who, seconds in run.waited.items())),
+        ("waited", waits_text(run.waited)),
     ]
     if result.removed:
         rows.append(("cleaned up", f"{count(len(result.removed))} leftovers of a run that was stopped"))

@@ -47,3 +47,9 @@ def facts(rows: Sequence[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def waits_text(waited: dict[str, float]) -> str:
+    """Who waited for what, the longest first; what nobody waited for is left out."""
+    real = sorted(((seconds, who) for who, seconds in waited.items() if seconds >= 0.05), reverse=True)
+    return ", ".join(f"{who} {duration(seconds)}" for seconds, who in real) or "nobody"

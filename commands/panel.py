@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dflash_tool.commands.format import count, duration, share, size
+from dflash_tool.commands.format import count, duration, facts, share, size, waits_text
 from dflash_tool.telemetry import ExtractSnapshot, ExtractTelemetry
 
 _PLAIN_SECONDS = 10.0
@@ -72,21 +72,18 @@ def extract_panel(now: ExtractSnapshot) -> RenderableType:
         f"{share(done / max(now.tokens_total, 1), 0)} · "
         + (f"{duration(now.eta_seconds)} to go" if now.eta_seconds is not None else "…"),
     )
-    body = Table.grid(padding=(0, 2))
-    body.add_column(style="dim", no_wrap=True)
-    body.add_column(no_wrap=True)
-    body.add_column(style="dim", no_wrap=True)
-    body.add_column(no_wrap=True)
-    body.add_row(
-        "samples", f"{count(now.held_samples + now.samples)} of {count(now.samples_total)}",
-        "speed", f"{now.tokens_per_second:,.0f} tokens/s",
-    )  # fmt: skip
-    body.add_row("padding", share(now.padding), "written", f"{size(now.bytes_written)} in {count(now.shards)} shards")
-    body.add_row(
-        "in flight", f"{size(now.inflight_bytes)} of {size(now.inflight_limit)}",
-        "peak", f"{size(now.peak_inflight)} ({share(now.peak_inflight / max(now.inflight_limit, 1), 0)} of the window)",
-    )  # fmt: skip
-    queued = " ".join(f"b{bucket}:{items}" for bucket, items in sorted(now.queued.items())) or "empty"
-    waits = ", ".join(f"{who} {duration(seconds)}" for who, seconds in now.waited.items())
-    body.add_row("queue", queued, "waited", waits)
+    queued = ", ".join(f"bucket {bucket}: {items}" for bucket, items in sorted(now.queued.items())) or "empty"
+    body = facts(
+        [
+            ("samples", f"{count(now.held_samples + now.samples)} of {count(now.samples_total)}"),
+            ("speed", f"{now.tokens_per_second:,.0f} tokens/s, padding {share(now.padding)}"),
+            ("written", f"{size(now.bytes_written)}, {count(now.shards)} shards committed"),
+            (
+                "in flight",
+                f"{size(now.inflight_bytes)} of {size(now.inflight_limit)}, at most {size(now.peak_inflight)} so far",
+            ),
+            ("queue", queued),
+            ("waited", waits_text(now.waited)),
+        ]
+    )
     return Panel(Group(head, body), title="dflash extract", title_align="left", border_style="cyan")

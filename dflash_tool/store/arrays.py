@@ -57,13 +57,15 @@ class RawArray:
 
     def read_into(self, start: int, out: NDArray[Any]) -> None:
         """Fill `out` [n, H] (C-contiguous, the array's dtype) with rows start .. start+n."""
-        view = out.data.cast("B")
-        offset = start * self._row_bytes
-        while view.nbytes:
+        view, offset = out.data.cast("B"), start * self._row_bytes
+        left = view.nbytes
+        while left:
             count = os.preadv(self._fd, [view], offset)
             if count == 0:
                 raise DamagedArrayError(self.path, f"it ends at byte {offset:,}")
-            view, offset = view[count:], offset + count
+            left -= count
+            if left:  # a read stops at 2 GiB
+                view, offset = view[count:], offset + count
 
     def size(self) -> int:
         """Bytes of the file."""

@@ -34,7 +34,7 @@ class HiddenStore:
     """A store opened for reading. `samples` has N rows, numbered as in `samples.arrow`.
 
     manifest: what the numbers are. index: the committed samples. layers: what is stored. located [N] int64:
-    the place of each sample in `index`, -1 where it isn't committed. At most `max_open` files stay open.
+    the place of each sample in `index`, -1 where it isn't committed. At most `max_open` array files stay open.
     """
 
     def __init__(self, root: Path, manifest: Manifest, samples: Samples, max_open: int | None = None) -> None:
@@ -46,8 +46,9 @@ class HiddenStore:
         self.dtype: np.dtype[Any] = NUMPY_DTYPE[manifest.store_dtype]
         self.index: CommittedIndex
         self.located: NDArray[np.int64]
-        self._max_open = max_open or max(16, want_open_files(_WANTED_FILES) - _SPARE_FILES)
-        self._arrays: OrderedDict[tuple[int, LayerId], RawArray | ZarrArray] = OrderedDict()
+        max_open = max_open or want_open_files(_WANTED_FILES) - _SPARE_FILES
+        self._max_shards = max(1, max_open // len(self.layers))
+        self._arrays: OrderedDict[int, dict[LayerId, RawArray | ZarrArray]] = OrderedDict()
         self._lock = threading.Lock()
         self._sorted: tuple[NDArray[np.int64], NDArray[np.uint64]] | None = None
         self.refresh()
@@ -106,26 +107,31 @@ class HiddenStore:
         row = self.row_of(sample) if isinstance(sample, bytes) else int(sample)
         with self._lock:
             index, place = self.index, int(self.located[row])
+            arrays = self._shard_arrays(int(index.shard[place])) if place >= 0 else {}
         if place < 0:
             raise StoreError(
                 f"sample {self.samples.sample_id(row).hex()} (row {row}, {self.samples.source(row)}) is not "
                 f"in the store {self.root}: run extract again to finish it"
             )
-        length = int(index.length[place])
+        start, length = int(index.row_start[place]), int(index.length[place])
         if length != self.samples.lengths[row]:
             what = f"the index says {length} rows, samples.arrow {self.samples.lengths[row]}"
             raise self._bad(index, place, what)
+        shape, dtype = (length, self.width), self.dtype
         result: dict[LayerId, NDArray[Any]] = {}
         for layer in self.layers if layers is None else layers:
-            if layer not in self.layers:
-                raise ValueError(f"layer {layer} isn't stored, only {', '.join(map(str, self.layers))}")
-            buffer = np.empty((length, self.width), self.dtype) if out is None else out[layer]
-            shape = (length, self.width)
-            if buffer.shape != shape or buffer.dtype != self.dtype or not buffer.flags.c_contiguous:
+            array = arrays.get(layer) or self._open(index, place, layer, arrays)
+            buffer = np.empty(shape, dtype) if out is None else out[layer]
+            if buffer.shape != shape or buffer.dtype != dtype or not buffer.flags.c_contiguous:
                 raise ValueError(
-                    f"out[{layer}] is {buffer.dtype} {buffer.shape}, expected C-contiguous {self.dtype} {shape}"
+                    f"out[{layer}] is {buffer.dtype} {buffer.shape}, expected C-contiguous {dtype} {shape}"
                 )
-            self._read_layer(index, place, layer, buffer, verify)
+            try:
+                array.read_into(start, buffer)
+            except (OSError, StoreError) as error:
+                raise self._bad(index, place, f"layer {layer}: {error}") from error
+            if verify:
+                self._verify(index, place, layer, buffer)
             result[layer] = buffer
         return result
 
@@ -142,41 +148,40 @@ class HiddenStore:
     ) -> None:
         self.close()
 
-    def _read_layer(
-        self, index: CommittedIndex, place: int, layer: LayerId, buffer: NDArray[Any], verify: bool
-    ) -> None:
-        start = int(index.row_start[place])
+    def _shard_arrays(self, shard: int) -> dict[LayerId, RawArray | ZarrArray]:
+        """The open arrays of a shard; those of the least recently used shards are forgotten. Needs the lock."""
+        arrays = self._arrays.get(shard)
+        if arrays is None:
+            arrays = self._arrays[shard] = {}
+            while len(self._arrays) > self._max_shards:
+                self._arrays.popitem(last=False)
+        self._arrays.move_to_end(shard)
+        return arrays
+
+    def _open(
+        self, index: CommittedIndex, place: int, layer: LayerId, arrays: dict[LayerId, RawArray | ZarrArray]
+    ) -> RawArray | ZarrArray:
+        if layer not in self.layers:
+            raise ValueError(f"layer {layer} isn't stored, only {', '.join(map(str, self.layers))}")
+        shard = index.shard[place]
+        name = index.shards[shard]
         try:
-            array = self._array(index, place, layer)
-            if start + len(buffer) > array.rows:
-                raise self._bad(index, place, f"layer {layer} has {array.rows} rows")
-            array.read_into(start, buffer)
-        except OSError as error:
-            raise self._bad(index, place, f"layer {layer}: {error.strerror or error}") from error
+            array = open_array(shard_path(self.root, name), layer, self.width, self.manifest.store_dtype)
         except StoreError as error:
             raise self._bad(index, place, f"layer {layer}: {error}") from error
-        if verify:
-            got = xxhash.xxh3_64_intdigest(buffer.data)
-            expected = int(index.hashes[place, self.layers.index(layer)])
-            if got != expected:
-                what = f"the rows of layer {layer} have hash {got:016x}, expected {expected:016x}"
-                raise self._bad(index, place, f"{what}: they changed since they were written")
-
-    def _array(self, index: CommittedIndex, place: int, layer: LayerId) -> RawArray | ZarrArray:
-        key = (int(index.shard[place]), layer)
-        with self._lock:
-            array = self._arrays.get(key) if index is self.index else None
-            if array is not None:
-                self._arrays.move_to_end(key)
-                return array
-        name = index.shards[key[0]]
-        array = open_array(shard_path(self.root, name), layer, self.width, self.manifest.store_dtype)
-        with self._lock:
-            if index is self.index:
-                self._arrays[key] = array
-                while len(self._arrays) > self._max_open:
-                    self._arrays.popitem(last=False)
+        last = int(np.searchsorted(index.shard, shard, side="right")) - 1
+        rows = int(index.row_start[last] + index.length[last])
+        if array.rows != rows:
+            raise self._bad(index, place, f"layer {layer} has {array.rows} rows, the shard's index {rows}")
+        arrays[layer] = array
         return array
+
+    def _verify(self, index: CommittedIndex, place: int, layer: LayerId, rows: NDArray[Any]) -> None:
+        got = xxhash.xxh3_64_intdigest(rows.data)
+        expected = int(index.hashes[place, self.layers.index(layer)])
+        if got != expected:
+            what = f"the rows of layer {layer} have hash {got:016x}, expected {expected:016x}"
+            raise self._bad(index, place, f"{what}: they changed since they were written")
 
     def _bad(self, index: CommittedIndex, place: int, what: str) -> StoreError:
         name = index.shards[index.shard[place]]

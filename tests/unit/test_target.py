@@ -98,6 +98,15 @@ def test_keep_drops_rows_not_numbers(random_target: Callable[..., Path]) -> None
     assert nothing.finite.shape == (0,)
 
 
+def test_runs_no_layer_and_no_head_beyond_the_deepest(random_target: Callable[..., Path]) -> None:
+    target = _load(random_target("qwen3"), (0, 2))
+    modules = dict(target._decoder.named_modules())
+    assert [name for name in modules if name.startswith("layers.") and name.count(".") == 1] == [
+        "layers.0", "layers.1", "layers.2",
+    ]  # fmt: skip
+    assert not any("lm_head" in name for name in modules)
+
+
 def test_non_finite_samples_are_named(random_target: Callable[..., Path]) -> None:
     """A token whose embedding is NaN spoils the samples that hold it, and those alone."""
     target = _load(random_target("qwen3", tied=False), (1, 2))
