@@ -1,6 +1,7 @@
 """`dflash extract`: a file of chats -> a sharded hidden-state store."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,9 +67,15 @@ def extract(
         Literal["bfloat16", "float16", "float32"] | None,
         option(_TARGET, "Store bfloat16, float16 or float32.", "bfloat16", metavar="TYPE"),
     ] = None,
-    target_device: Annotated[
-        str | None, option(_TARGET, "cpu, cuda, cuda:1, ...", "the first CUDA device, or the CPU", metavar="DEVICE")
+    final_hidden: Annotated[
+        bool | None,
+        option(_TARGET, "Store the last layer's output before the final norm as well.", flag="--final-hidden"),
     ] = None,
+    target_device: Annotated[
+        list[str] | None,
+        option(_TARGET, "cpu, cuda, cuda:1, ...; repeatable.", "the first CUDA device, or the CPU", metavar="DEVICE"),
+    ] = None,
+    targets: Annotated[int | None, option(_TARGET, "Replicas on each device.", "1", metavar="N")] = None,
     mask_token_id: Annotated[
         int | None,
         option(_TARGET, "Mask token for the drafter.", "the tokenizer's, or an unused embedding row", metavar="ID"),
@@ -89,7 +96,7 @@ def extract(
         option(_SHAPE, "Hidden states in flight, at most.", "a quarter of the free memory", metavar="GIB"),
     ] = None,
     hs_queue_depth: Annotated[
-        int | None, option(_SHAPE, "Batches of one bucket in flight, at most.", "4", metavar="N")
+        int | None, option(_SHAPE, "Batches of one bucket in flight, at most.", "targets + 3", metavar="N")
     ] = None,
     shard_mib: Annotated[float | None, option(_RUN, "Commit a shard at this size ...", "1024", metavar="MIB")] = None,
     commit_every: Annotated[
@@ -133,8 +140,11 @@ def extract(
     from dflash_tool.telemetry import ExtractTelemetry
 
     telemetry = ExtractTelemetry()
-    with show_progress(telemetry, Console(stderr=True)):
+    speaks = os.environ.get("RANK", "0") == "0"  # under torchrun one rank speaks for all
+    with show_progress(telemetry, Console(stderr=True, quiet=not speaks)):
         outcome = pipeline.plan(resolved, telemetry) if dry_run else pipeline.extract(resolved, telemetry)
+    if not speaks:
+        return
     if as_json:
         print(json.dumps(outcome.as_json(), indent=2))  # noqa: T201 - the one document on stdout
     elif isinstance(outcome, pipeline.ExtractResult):

@@ -9,7 +9,7 @@ from rich.text import Text
 from dflash_tool.commands.format import count, duration, facts, share, size, waits_text
 from dflash_tool.pipeline import ExtractResult
 from dflash_tool.planning import BucketPlan, ExtractionPlan
-from dflash_tool.schemas.manifest import Manifest
+from dflash_tool.schemas.manifest import Manifest, RunSummary
 
 
 def plan_text(plan: ExtractionPlan) -> RenderableType:
@@ -58,6 +58,7 @@ def result_text(result: ExtractResult) -> RenderableType:
             f"{run.real_tokens / run.seconds:,.0f} tokens/s over {duration(run.seconds)}, "
             f"padding {share(1 - run.real_tokens / run.padded_tokens, 2)}",
         ),
+        *([("targets", _rates(run))] if len(run.targets) > 1 else []),
         (
             "in flight",
             f"peak {size(run.peak_inflight_bytes)} of a window of {size(run.inflight_limit_bytes)}",
@@ -80,6 +81,10 @@ def result_text(result: ExtractResult) -> RenderableType:
         *(Text(f"Note: {warning}", style="yellow") for warning in result.plan.warnings),
         Text.assemble("Look at it: ", (f"dflash stats {result.store}", "bold")),
     )
+
+
+def _rates(run: RunSummary) -> str:
+    return ", ".join(f"{name} {tokens / run.seconds:,.0f} tokens/s" for name, tokens in run.targets.items())
 
 
 def _target(manifest: Manifest) -> str:

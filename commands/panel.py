@@ -77,6 +77,7 @@ def extract_panel(now: ExtractSnapshot) -> RenderableType:
         [
             ("samples", f"{count(now.held_samples + now.samples)} of {count(now.samples_total)}"),
             ("speed", f"{now.tokens_per_second:,.0f} tokens/s, padding {share(now.padding)}"),
+            *_targets(now),
             ("written", f"{size(now.bytes_written)}, {count(now.shards)} shards committed"),
             (
                 "in flight",
@@ -87,3 +88,10 @@ def extract_panel(now: ExtractSnapshot) -> RenderableType:
         ]
     )
     return Panel(Group(head, body), title="dflash extract", title_align="left", border_style="cyan")
+
+
+def _targets(now: ExtractSnapshot) -> list[tuple[str, str]]:
+    """A line for each target, where there are several."""
+    if len(now.targets) < 2 or now.seconds <= 0:
+        return []
+    return [("", f"{name}: {tokens / now.seconds:,.0f} tokens/s") for name, tokens in now.targets.items()]

@@ -9,8 +9,9 @@
 Whoever gets the item owes the window its `nbytes`. Neither loop knows where the hidden states go.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -42,8 +43,8 @@ class HiddenStates:
     """The payload of one queue item.
 
     samples: rows in samples.arrow of the K kept samples; lengths: [K]; states: layer id -> [T, H], their rows one
-    after the other; quarantined: samples of the batch left out because a state was NaN or Inf; real_tokens, padded_tokens: what the
-    whole batch cost the target.
+    after the other; quarantined: samples of the batch left out because a state was NaN or Inf; real_tokens,
+    padded_tokens: what the whole batch cost the target.
     """
 
     samples: NDArray[np.int64]
@@ -101,6 +102,15 @@ class BatchPrefetcher:
         return TargetBatch(batch=batch, input_ids=input_ids, lengths=lengths, keep=~self.held[batch.rows])
 
 
+@dataclass(kw_only=True)
+class TargetCounters:
+    """What one target has done so far; read by others while it runs. Seconds are wall seconds."""
+
+    tokens: int = 0  # real ones
+    computing: float = 0.0
+    waiting: float = 0.0  # for a batch
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetForwardLoop:
     """Runs one target over whatever the shared queue hands it, until that is closed and empty."""
@@ -108,11 +118,20 @@ class TargetForwardLoop:
     target: Target
     source: TargetQueue
     out: StateQueue
+    counters: TargetCounters = field(default_factory=TargetCounters)
 
     def run(self) -> None:
         """Take, capture, put."""
+        free_since = time.monotonic()
         for work in iter_queue(self.source):
-            self.out.put(Item(work.index, work.payload.batch.bucket, work.nbytes, self._states(work.payload)))
+            began = time.monotonic()
+            states = self._states(work.payload)
+            ended = time.monotonic()
+            self.out.put(Item(work.index, work.payload.batch.bucket, work.nbytes, states))
+            self.counters.waiting += began - free_since
+            self.counters.computing += ended - began
+            self.counters.tokens += states.real_tokens
+            free_since = time.monotonic()
 
     def _states(self, work: TargetBatch) -> HiddenStates:
         captured = self.target.capture(work.input_ids, work.lengths, work.keep)

@@ -1,41 +1,40 @@
 """The only file that wires parts together.
 
-`extract` = plan -> prefetcher -> target queue -> target loop -> bucketed queue -> shard writer, all under one in-flight
-window. The caller's thread is the shard writer; every other part has a thread of its own.
+`extract` = plan -> prefetcher -> target queue -> target loops -> bucketed queue -> shard writer, all under one
+in-flight window. The caller's thread is the shard writer; every other part has a thread of its own.
 """
 
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
+import torch
 
 from dflash_tool.errors import DflashError, Interrupted, StoreError
 from dflash_tool.extractor import BatchPrefetcher, HiddenStates, StateQueue, TargetForwardLoop, TargetQueue, iter_queue
+from dflash_tool.lifecycle import OpenStore, begin, check_out, complete, join_store, open_store
 from dflash_tool.planning import ExtractionPlan, make_plan, prepare_samples
+from dflash_tool.ranks import Ranks
 from dflash_tool.resolving import Resolved, resolve
-from dflash_tool.resuming import OpenStore, check_left, check_out, open_store
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.manifest import Manifest, RunSummary
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.checksums import write_checksums
-from dflash_tool.store.files import disk_errors, replace_file
+from dflash_tool.store.files import disk_errors
 from dflash_tool.store.layout import HEAD, MANIFEST
 from dflash_tool.store.lock import RunLock
-from dflash_tool.store.manifest import settings_fingerprint, write_manifest
-from dflash_tool.store.recover import read_index
+from dflash_tool.store.manifest import settings_fingerprint
 from dflash_tool.store.writer import ShardWriter
 from dflash_tool.target import TargetModel
 from dflash_tool.telemetry import ExtractTelemetry, Gauges
 from dflash_tool.window import InflightWindow
-
-_CONFIG = "extract.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,28 +79,44 @@ def extract(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) ->
     At any moment the store is good as far as it is committed: after a kill the same call goes on.
     """
     telemetry = telemetry or ExtractTelemetry()
+    ranks = Ranks.join()
     check_out(config.out)
     resolved = resolve(config, telemetry)
     made = not config.out.exists()
-    with disk_errors(config.out, "create"):
-        config.out.mkdir(parents=True, exist_ok=True)
     try:
-        with RunLock(config.out) as lock, StopSignals() as stop:
-            return _extract(resolved, telemetry, lock, stop)
+        with StopSignals() as stop:
+            if ranks.rank > 0:
+                return _extract(resolved, ranks, telemetry, _Guards(check_lock=lambda: None, stop=stop))
+            with RunLock(config.out) as lock:
+                return _extract(resolved, ranks, telemetry, _Guards(check_lock=lock.check, stop=stop))
     except BaseException:
-        if made and not (config.out / MANIFEST).exists():  # refused before it began: leave no trace
+        if made and ranks.rank == 0 and not (config.out / MANIFEST).exists():  # refused before it began: leave no trace
             shutil.rmtree(config.out, ignore_errors=True)
         raise
 
 
-def _extract(resolved: Resolved, telemetry: ExtractTelemetry, lock: RunLock, stop: StopSignals) -> ExtractResult:
-    store = open_store(resolved, telemetry)
+@dataclass(frozen=True, kw_only=True)
+class _Guards:
+    """What may end a run from outside: the store's lock (held by rank 0) and signals."""
+
+    check_lock: Callable[[], None]
+    stop: StopSignals
+
+
+def _extract(resolved: Resolved, ranks: Ranks, telemetry: ExtractTelemetry, guards: _Guards) -> ExtractResult:
+    def open_and_begin() -> OpenStore:
+        store = open_store(resolved, telemetry)
+        if store.finished is None:
+            begin(store)
+        return store
+
+    store = ranks.first(open_and_begin) or join_store(resolved)
     manifest, run = store.finished, None
     if manifest is None:
-        check_left(store.plan, store.held)
-        _save_settings(store.plan)
-        target = _load_target(resolved, telemetry)
-        manifest, run = _run(store, target, telemetry, lock, stop)
+        targets = _load_targets(resolved, telemetry, write_head=ranks.rank == 0)
+        ranks.barrier()  # from here on shards are committed: everybody has seen what was held
+        summary, quarantined = _run(store, targets, ranks, telemetry, guards)
+        manifest, run = _finish(store.plan, ranks, summary, quarantined)
     return ExtractResult(
         store=resolved.config.out,
         manifest=manifest,
@@ -112,86 +127,94 @@ def _extract(resolved: Resolved, telemetry: ExtractTelemetry, lock: RunLock, sto
     )
 
 
-def _save_settings(job: ExtractionPlan) -> None:
-    root = job.resolved.config.out
-    write_manifest(root, job.manifest)
-    resolved = job.resolved.config.model_dump(mode="json", exclude_none=True)
-    resolved |= {name: job.resolved.settings[name] for name in ("max_length", "batch_tokens", "mask_token_id")}
-    resolved |= {"layers": list(job.manifest.layer_ids), "dtype": job.manifest.target.dtype}
-    with disk_errors(root, "write"):
-        replace_file(root / _CONFIG, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True).encode())
+def _finish(
+    job: ExtractionPlan, ranks: Ranks, summary: RunSummary, quarantined: list[int]
+) -> tuple[Manifest, RunSummary]:
+    """Rank 0 adds up what the ranks report and completes the store; the others return what they did themselves."""
+    reports = ranks.gather({"run": summary.model_dump(), "quarantined": quarantined})
+    if not reports:
+        return job.manifest, summary
+    total = _sum_up([RunSummary(**report["run"]) for report in reports])
+    manifest = complete(job, total, [row for report in reports for row in report["quarantined"]])
+    ranks.finish()
+    return manifest, total
 
 
-def _load_target(resolved: Resolved, telemetry: ExtractTelemetry) -> TargetModel:
-    """Load the target; write `head/` and the checksums where they are missing."""
+def _sum_up(runs: Sequence[RunSummary]) -> RunSummary:
+    """One summary for all ranks: work is added, seconds and bytes in flight are the largest of any rank."""
+    named = [(f"rank {rank} " if len(runs) > 1 else "", run) for rank, run in enumerate(runs)]
+    return RunSummary(
+        seconds=max(run.seconds for run in runs),
+        samples=sum(run.samples for run in runs),
+        real_tokens=sum(run.real_tokens for run in runs),
+        padded_tokens=sum(run.padded_tokens for run in runs),
+        peak_inflight_bytes=max(run.peak_inflight_bytes for run in runs),
+        inflight_limit_bytes=max(run.inflight_limit_bytes for run in runs),
+        ranks=len(runs),
+        targets={prefix + name: tokens for prefix, run in named for name, tokens in run.targets.items()},
+        waited={prefix + who: seconds for prefix, run in named for who, seconds in run.waited.items()},
+    )
+
+
+def _load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head: bool) -> dict[str, TargetModel]:
+    """A target for each device, replicas sharing their weights; by name. Writes `head/` where it is missing."""
     telemetry.stage("loading the target")
+    on_cpu = sum(device.type == "cpu" for device in resolved.devices)
+    if on_cpu > 1:  # they compute at the same time and share the cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // on_cpu))
     root = resolved.config.out
-    temporary = root / f".tmp-{HEAD}"
-    write_head = not (root / HEAD).is_dir()
-    with disk_errors(root / HEAD, "write"):
-        target = TargetModel.load(
-            resolved.target,
-            layers=resolved.settings["layer_ids"],
-            device=resolved.device,
-            dtype=resolved.dtype,
-            store_dtype=resolved.config.store_dtype,
-            head=temporary if write_head else None,
-            trust_remote_code=resolved.config.trust_remote_code,
+    temporary = root / f".tmp-{HEAD}" if write_head and not (root / HEAD).is_dir() else None
+    targets: dict[str, TargetModel] = {}
+    loaded: dict[str, TargetModel] = {}
+    for number, device in enumerate(resolved.devices):
+        targets[f"target {number} on {device}"] = loaded[str(device)] = (
+            loaded[str(device)].replica()
+            if str(device) in loaded
+            else TargetModel.load(
+                resolved.target,
+                layers=resolved.layers,
+                device=device,
+                dtype=resolved.dtype,
+                store_dtype=resolved.config.store_dtype,
+                head=temporary if not targets else None,
+                trust_remote_code=resolved.config.trust_remote_code,
+            )
         )
-        if write_head:
-            resolved.tokenizer.save_pretrained(temporary)
-            temporary.rename(root / HEAD)
-    write_checksums(root)
-    return target
+    if write_head:
+        with disk_errors(root / HEAD, "write"):
+            if temporary is not None:
+                resolved.tokenizer.save_pretrained(temporary)
+                temporary.rename(root / HEAD)
+        write_checksums(root)
+    return targets
 
 
 def _run(
-    store: OpenStore,
-    target: TargetModel,
-    telemetry: ExtractTelemetry,
-    lock: RunLock,
-    stop: StopSignals,
-) -> tuple[Manifest, RunSummary]:
-    """Carry the plan out; the caller's thread writes. Returns the completed manifest."""
+    store: OpenStore, targets: dict[str, TargetModel], ranks: Ranks, telemetry: ExtractTelemetry, guards: _Guards
+) -> tuple[RunSummary, list[int]]:
+    """Carry this rank's share of the plan out; the caller's thread writes. Returns what was done and quarantined."""
     job, held = store.plan, store.held
-    config, manifest, samples = job.resolved.config, job.manifest, job.samples
+    manifest, samples = job.manifest, job.samples
     lengths = samples.lengths.astype(np.int64)
     window = InflightWindow(job.resolved.inflight_limit, job.resolved.places)
-    targets: TargetQueue = TargetQueue()
+    batches: TargetQueue = TargetQueue()
     states: StateQueue = StateQueue()
 
     def abort(error: BaseException) -> None:
-        for part in (window, targets, states):
+        for part in (window, batches, states):
             part.abort(error)
 
     prefetcher = BatchPrefetcher(
-        batches=[batch for batch in job.batches if not held[batch.rows].all()],
+        batches=ranks.share([batch for batch in job.batches if not held[batch.rows].all()]),
         held=held,
         lengths=lengths,
         tokens=samples.tokens,
         row_bytes=manifest.row_bytes,
         window=window,
-        out=targets,
+        out=batches,
     )
-    loop = TargetForwardLoop(target=target, source=targets, out=states)
-
-    def run_target() -> None:
-        loop.run()
-        states.close()
-
-    writer = ShardWriter(
-        config.out,
-        layer_ids=manifest.layers,
-        hidden_size=manifest.target.hidden_size,
-        store_dtype=manifest.store_dtype,
-        shard_bytes=int(config.shard_mib * 2**20),
-        commit_every=config.commit_every,
-        settings=settings_fingerprint(manifest),
-    )
-    threads = [
-        _start("prefetcher", prefetcher.run, abort),
-        _start("target", run_target, abort),
-    ]
+    loops = {name: TargetForwardLoop(target=target, source=batches, out=states) for name, target in targets.items()}
+    writer = _make_writer(job, ranks)
     telemetry.start(
         samples=len(samples),
         tokens=manifest.tokens,
@@ -201,34 +224,34 @@ def _run(
             inflight=lambda: window.in_flight,
             peak=lambda: window.peak,
             queued=states.bucket_sizes,
+            targets=lambda: {name: loop.counters.tokens for name, loop in loops.items()},
             waited=lambda: {
-                "target for batches": targets.counters().get_seconds,
-                "writer for states": states.counters().get_seconds,
+                **{f"{name} for batches": loop.counters.waiting for name, loop in loops.items()},
+                "writer for targets": states.counters().get_seconds,
                 "dispatch for memory": window.waits().bytes,
                 "dispatch for places": window.waits().places,
             },
             limit=job.resolved.inflight_limit,
         ),
     )
+    threads = [_start("prefetcher", prefetcher.run, abort), *_start_targets(loops, states, abort)]
     quarantined: list[int] = []
     try:
-        with stop.forward_to(abort):
+        with guards.stop.forward_to(abort):
             for item in iter_queue(states):
                 _write(writer, job, item.bucket, item.payload)
                 window.release(item.bucket, item.nbytes)
                 quarantined += item.payload.quarantined.tolist()
                 _check_quarantine(job, quarantined)
                 _count(telemetry, writer, item.payload)
-                lock.check()
+                guards.check_lock()
                 writer.commit_due()
         writer.commit_all()
     except BaseException as error:
         abort(error)
         for thread in threads:
             thread.join()
-        with suppress(StoreError):
-            writer.commit_all()
-        writer.abandon()
+        _keep_what_is_good(writer)
         if isinstance(error, Interrupted):
             kept = int(held.sum()) + writer.counters.samples_committed
             raise Interrupted(
@@ -239,7 +262,51 @@ def _run(
     for thread in threads:
         thread.join()
     telemetry.stop()
-    return _complete(job, quarantined, telemetry)
+    seen = telemetry.snapshot()
+    summary = RunSummary(
+        seconds=seen.seconds,
+        samples=seen.samples,
+        real_tokens=seen.real_tokens,
+        padded_tokens=seen.padded_tokens,
+        peak_inflight_bytes=seen.peak_inflight,
+        inflight_limit_bytes=seen.inflight_limit,
+        ranks=1,
+        targets=seen.targets,
+        waited=seen.waited,
+    )
+    return summary, quarantined
+
+
+def _make_writer(job: ExtractionPlan, ranks: Ranks) -> ShardWriter:
+    config, manifest = job.resolved.config, job.manifest
+    return ShardWriter(
+        config.out,
+        layer_ids=manifest.layers,
+        hidden_size=manifest.target.hidden_size,
+        store_dtype=manifest.store_dtype,
+        rank=ranks.rank,
+        shard_bytes=int(config.shard_mib * 2**20),
+        commit_every=config.commit_every,
+        settings=settings_fingerprint(manifest),
+    )
+
+
+def _start_targets(
+    loops: dict[str, TargetForwardLoop], states: StateQueue, abort: Callable[[BaseException], None]
+) -> list[threading.Thread]:
+    """A thread for each target loop; the last one to end closes the queue."""
+    left, lock = len(loops), threading.Lock()
+
+    def run(loop: TargetForwardLoop) -> None:
+        nonlocal left
+        loop.run()
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            states.close()
+
+    return [_start(name, partial(run, loop), abort) for name, loop in loops.items()]
 
 
 def _start(name: str, run: Callable[[], object], abort: Callable[[BaseException], None]) -> threading.Thread:
@@ -281,30 +348,8 @@ def _check_quarantine(job: ExtractionPlan, quarantined: list[int]) -> None:
         )
 
 
-def _complete(job: ExtractionPlan, quarantined: list[int], telemetry: ExtractTelemetry) -> tuple[Manifest, RunSummary]:
-    """Check that every sample is committed or quarantined, and say so in the manifest."""
-    root, seen = job.resolved.config.out, telemetry.snapshot()
-    committed = len(read_index(root, job.manifest.layers))
-    if committed + len(quarantined) != len(job.samples):
-        raise StoreError(
-            f"{root}: {committed} samples are committed and {len(quarantined)} quarantined, {len(job.samples)} were "
-            "planned: the store was changed while this ran; run the same command again"
-        )
-    run = RunSummary(
-        seconds=seen.seconds,
-        samples=seen.samples,
-        real_tokens=seen.real_tokens,
-        padded_tokens=seen.padded_tokens,
-        peak_inflight_bytes=seen.peak_inflight,
-        inflight_limit_bytes=seen.inflight_limit,
-        waited=seen.waited,
-    )
-    manifest = job.manifest.model_copy(
-        update={
-            "complete": True,
-            "run": run,
-            "quarantined": tuple(sorted(job.samples.sample_id(row).hex() for row in quarantined)),
-        }
-    )
-    write_manifest(root, manifest)
-    return manifest, run
+def _keep_what_is_good(writer: ShardWriter) -> None:
+    """After a failure: commit what the open shards hold, as far as the disk lets us."""
+    with suppress(StoreError):
+        writer.commit_all()
+    writer.abandon()

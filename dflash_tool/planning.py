@@ -24,7 +24,7 @@ from dflash_tool.buckets import (
 )
 from dflash_tool.errors import ConfigError
 from dflash_tool.prompts import Preparation, PrepareOptions, PrepareStats
-from dflash_tool.resolving import CONSUMERS, TARGETS, Resolved
+from dflash_tool.resolving import Resolved
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.manifest import Manifest
 from dflash_tool.store.disk import predict_bytes
@@ -207,11 +207,11 @@ def _check_window(resolved: Resolved, largest: int) -> None:
 
 def _warnings(resolved: Resolved, largest: int) -> list[str]:
     warnings = []
-    wanted = (TARGETS + CONSUMERS + 2) * largest
+    wanted = resolved.parties * largest
     if resolved.inflight_limit < wanted:
         warnings.append(
             f"the in-flight window holds {resolved.inflight_limit / 2**30:.3f} GiB, less than "
-            f"{TARGETS + CONSUMERS + 2} of the largest batches ({wanted / 2**30:.3f} GiB): the target may have to wait"
+            f"{resolved.parties} of the largest batches ({wanted / 2**30:.3f} GiB): targets may have to wait"
         )
     if resolved.settings["mask_token_id"] is None:
         warnings.append(

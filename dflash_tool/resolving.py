@@ -20,7 +20,7 @@ from dflash_tool.prompts import (
     template_fingerprint,
     tokenizer_fingerprint,
 )
-from dflash_tool.schemas.config import ExtractConfig
+from dflash_tool.schemas.config import ExtractConfig, LayerId
 from dflash_tool.schemas.manifest import TargetInfo
 from dflash_tool.target import (
     TargetFolder,
@@ -36,22 +36,40 @@ from dflash_tool.telemetry import ExtractTelemetry
 
 DEFAULT_MAX_LENGTH = 3072  # the DFlash paper's
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768}
-TARGETS = 1
 CONSUMERS = 1  # the shard writer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A config with its defaults filled in and its inputs opened. `settings`: fields of the manifest."""
+    """A config with its defaults filled in and its inputs opened.
+
+    devices: one for each target of this process, replicas repeated; settings: fields of the manifest; inflight_limit:
+    bytes.
+    """
 
     config: ExtractConfig
     target: TargetFolder
     tokenizer: Any
-    device: torch.device
+    devices: tuple[torch.device, ...]
     dtype: torch.dtype
     settings: dict[str, Any]
     inflight_limit: int
-    places: int
+
+    @property
+    def parties(self) -> int:
+        """Targets and consumers that want a batch each, and two more to hand over: what keeps everybody busy."""
+        return len(self.devices) + CONSUMERS + 2
+
+    @property
+    def layers(self) -> tuple[LayerId, ...]:
+        """What is captured, in the order of the store."""
+        ids: tuple[int, ...] = self.settings["layer_ids"]
+        return (*ids, "final") if self.config.final_hidden else ids
+
+    @property
+    def places(self) -> int:
+        """Batches of one bucket in flight, at most."""
+        return self.config.hs_queue_depth or self.parties
 
 
 def resolve(config: ExtractConfig, telemetry: ExtractTelemetry) -> Resolved:
@@ -59,8 +77,8 @@ def resolve(config: ExtractConfig, telemetry: ExtractTelemetry) -> Resolved:
     telemetry.stage("opening the target")
     target = open_target(config.target, trust_remote_code=config.trust_remote_code)
     layers = check_layers(config.layers or default_layers(target.num_layers), target.num_layers)
-    device = resolve_device(config.target_device)
-    dtype = compute_dtype(config.dtype, device)
+    devices = tuple(resolve_device(name) for name in config.target_device for _ in range(config.targets))
+    dtype = compute_dtype(config.dtype, devices[0])
     tokenizer = load_tokenizer(target.path, config.trust_remote_code, config.chat_template)
     mask_token_id = choose_mask_token(tokenizer, target.vocab_size, config.mask_token_id)
     if not isinstance(config.buckets, int):
@@ -84,11 +102,12 @@ def resolve(config: ExtractConfig, telemetry: ExtractTelemetry) -> Resolved:
         "turns": config.turns,
         "data": tuple(fingerprint_file(path) for path in config.data),
         "layer_ids": layers,
+        "final_hidden": config.final_hidden,
         "store_dtype": config.store_dtype,
         "max_length": _max_length(config, target),
         "overlength": config.overlength,
         "seed": config.seed,
-        "batch_tokens": config.batch_tokens or DEFAULT_BATCH_TOKENS.get(device.type, DEFAULT_BATCH_TOKENS["cuda"]),
+        "batch_tokens": config.batch_tokens or DEFAULT_BATCH_TOKENS["cpu" if devices[0].type == "cpu" else "cuda"],
         "mask_token_id": mask_token_id,
     }
     limit = int(config.inflight_gib * 2**30) if config.inflight_gib else _default_window()
@@ -96,11 +115,10 @@ def resolve(config: ExtractConfig, telemetry: ExtractTelemetry) -> Resolved:
         config=config,
         target=target,
         tokenizer=tokenizer,
-        device=device,
+        devices=devices,
         dtype=dtype,
         settings=settings,
         inflight_limit=limit,
-        places=config.hs_queue_depth or TARGETS + CONSUMERS + 2,
     )
 
 

@@ -2,7 +2,7 @@
 
 Before and after the threads run, the signal raises `Interrupted` where the main thread is. While they run
 (`forward_to`), it is handed to `abort` from a thread of its own: a signal handler may have interrupted a call
-that holds a queue's lock. The second signal does what it always did.
+that holds a queue's lock. A second signal ends the process at once.
 """
 
 import signal
@@ -33,7 +33,8 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
 
     @contextmanager
     def forward_to(self, abort: Callable[[BaseException], None]) -> Iterator[None]:
@@ -45,13 +46,9 @@ class StopSignals:
             self._abort = None
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
-        self._restore()
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
         error = Interrupted(f"stopped by {_NAMES[signal.Signals(signum)]}.", signum)
         if self._abort is None:
             raise error
         threading.Thread(target=self._abort, args=(error,), name="stop", daemon=True).start()
-
-    def _restore(self) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-        self._before.clear()

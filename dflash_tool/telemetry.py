@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractSnapshot:
-    """One look at an extraction. Tokens, bytes and samples count what this run did, `held_*` what it found."""
+    """One look at an extraction. Tokens, bytes and samples count what this run did, `held_*` what it found.
+
+    queued: items by bucket; targets: real tokens by target; waited: seconds by who waited for what.
+    """
 
     stage: str
     stage_done: int
@@ -30,6 +33,7 @@ class ExtractSnapshot:
     inflight_limit: int
     peak_inflight: int
     queued: dict[int, int]
+    targets: dict[str, int]
     waited: dict[str, float]
 
     @property
@@ -56,6 +60,7 @@ class Gauges:
     inflight: Callable[[], int]
     peak: Callable[[], int]
     queued: Callable[[], dict[int, int]]
+    targets: Callable[[], dict[str, int]]
     waited: Callable[[], dict[str, float]]
     limit: int
 
@@ -135,5 +140,6 @@ class ExtractTelemetry:
             inflight_limit=gauges.limit if gauges else 0,
             peak_inflight=gauges.peak() if gauges else 0,
             queued=gauges.queued() if gauges else {},
+            targets=gauges.targets() if gauges else {},
             waited=gauges.waited() if gauges else {},
         )

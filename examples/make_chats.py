@@ -51,6 +51,7 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
     written: list[list[int]] = field(default_factory=list)
     capped: int = 0
+    canonical: bool = True  # the text re-tokenises to what was generated
     fault: str = ""
 
 
@@ -134,7 +135,8 @@ def _append(conversation: Conversation, answer: Answer, tokenizer: PreTrainedTok
     elif "\ufffd" in text:
         conversation.fault = "half a character"
     conversation.written.append(answer.ids)
-    if not conversation.fault and answer_ids(conversation.messages, tokenizer) != conversation.written:
+    conversation.canonical = answer_ids(conversation.messages, tokenizer) == conversation.written
+    if not conversation.fault and not conversation.canonical and conversation.temperature == 0:
         conversation.fault = "does not re-tokenise"
 
 

@@ -19,6 +19,11 @@ def _int_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _strings(value: Any) -> Any:
+    """A YAML file may say `cpu` for `[cpu]`."""
+    return (value,) if isinstance(value, str) else value
+
+
 def _buckets(value: Any) -> Any:
     """`"6"`: that many buckets; `"128,512,2048"`: these upper edges."""
     if isinstance(value, str) and "," not in value:
@@ -44,14 +49,14 @@ class ExtractConfig(BaseModel):
     chat_template: Path | None = None
     template_args: dict[str, Any] = Field(default_factory=dict)
     layers: Annotated[tuple[int, ...] | None, BeforeValidator(_int_list)] = None
+    final_hidden: bool = Field(default=False, description="store the last layer's output before the final norm too")
     mask_token_id: int | None = Field(default=None, ge=0)
     dtype: ComputeDtype = "auto"
     store_dtype: StoreDtype = "bfloat16"
-    target_device: str = "auto"
+    target_device: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_strings)] = ("auto",)
+    targets: int = Field(default=1, ge=1, description="replicas on each target device")
     trust_remote_code: bool = False
-    buckets: Annotated[
-        Annotated[int, Field(ge=1, le=256)] | tuple[int, ...], BeforeValidator(_buckets)
-    ] = 6
+    buckets: Annotated[Annotated[int, Field(ge=1, le=256)] | tuple[int, ...], BeforeValidator(_buckets)] = 6
     batch_tokens: int | None = Field(default=None, ge=1)
     inflight_gib: float | None = Field(default=None, gt=0)
     hs_queue_depth: int | None = Field(default=None, ge=1)
@@ -60,7 +65,7 @@ class ExtractConfig(BaseModel):
     max_bad: float = Field(default=0.01, ge=0, le=1, description="share of samples with NaN or Inf states")
     seed: int = Field(default=0, ge=0, lt=2**63)
     strict: bool = False
-    verify: bool = Field(default=False, description='hash the shards that are there, and make damaged ones again')
+    verify: bool = Field(default=False, description="hash the shards that are there, and make damaged ones again")
 
     @model_validator(mode="before")
     @classmethod

@@ -39,7 +39,7 @@ class DataFile(_Frozen):
 
 
 class RunSummary(_Frozen):
-    """Measured in the run that finished the store."""
+    """Measured in the run that finished the store, over all its ranks. Bytes in flight are those of one process."""
 
     seconds: float
     samples: int
@@ -47,6 +47,8 @@ class RunSummary(_Frozen):
     padded_tokens: int
     peak_inflight_bytes: int
     inflight_limit_bytes: int
+    ranks: int
+    targets: dict[str, int] = Field(description="real tokens, by target")
     waited: dict[str, float] = Field(description="seconds, by who waited for what")
 
 

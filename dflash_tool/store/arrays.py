@@ -12,7 +12,6 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
-from numpy.typing import NDArray
 
 from dflash_tool.errors import StoreError
 from dflash_tool.schemas.config import STORE_ITEMSIZE, LayerId, StoreDtype
@@ -55,9 +54,9 @@ class RawArray:
         if hasattr(self, "_fd"):
             os.close(self._fd)
 
-    def read_into(self, start: int, out: NDArray[Any]) -> None:
+    def read_into(self, start: int, out: memoryview) -> None:
         """Fill `out` [n, H] (C-contiguous, the array's dtype) with rows start .. start+n."""
-        view, offset = out.data.cast("B"), start * self._row_bytes
+        view, offset = out.cast("B"), start * self._row_bytes
         left = view.nbytes
         while left:
             count = os.preadv(self._fd, [view], offset)
@@ -95,10 +94,11 @@ class ZarrArray:
         self.width = width
         self.rows = int(array.shape[0])
 
-    def read_into(self, start: int, out: NDArray[Any]) -> None:
-        """Fill `out` [n, H] (the array's dtype) with rows start .. start+n."""
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` [n, H] (C-contiguous, the array's dtype) with rows start .. start+n."""
         try:
-            out[:] = self._array[start : start + len(out)]
+            rows = np.asarray(out)
+            rows[:] = self._array[start : start + len(rows)]
         except Exception as error:
             raise DamagedArrayError(self.path, _first_line(error)) from error
 

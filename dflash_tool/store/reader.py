@@ -44,6 +44,7 @@ class HiddenStore:
         self.layers: tuple[LayerId, ...] = manifest.layers
         self.width = manifest.target.hidden_size
         self.dtype: np.dtype[Any] = NUMPY_DTYPE[manifest.store_dtype]
+        self._format = np.empty(0, self.dtype).data.format
         self.index: CommittedIndex
         self.located: NDArray[np.int64]
         max_open = max_open or want_open_files(_WANTED_FILES) - _SPARE_FILES
@@ -117,17 +118,18 @@ class HiddenStore:
         if length != self.samples.lengths[row]:
             what = f"the index says {length} rows, samples.arrow {self.samples.lengths[row]}"
             raise self._bad(index, place, what)
-        shape, dtype = (length, self.width), self.dtype
+        shape = (length, self.width)
         result: dict[LayerId, NDArray[Any]] = {}
         for layer in self.layers if layers is None else layers:
             array = arrays.get(layer) or self._open(index, place, layer, arrays)
-            buffer = np.empty(shape, dtype) if out is None else out[layer]
-            if buffer.shape != shape or buffer.dtype != dtype or not buffer.flags.c_contiguous:
+            buffer = np.empty(shape, self.dtype) if out is None else out[layer]
+            view = buffer.data  # quicker to ask than the array
+            if view.shape != shape or view.format != self._format or not view.c_contiguous:
                 raise ValueError(
-                    f"out[{layer}] is {buffer.dtype} {buffer.shape}, expected C-contiguous {dtype} {shape}"
+                    f"out[{layer}] is {buffer.dtype} {buffer.shape}, expected C-contiguous {self.dtype} {shape}"
                 )
             try:
-                array.read_into(start, buffer)
+                array.read_into(start, view)
             except (OSError, StoreError) as error:
                 raise self._bad(index, place, f"layer {layer}: {error}") from error
             if verify:

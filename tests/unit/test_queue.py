@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from dflash_tool.errors import ConfigError
 from dflash_tool.queue import BucketedHSQueue, Item, QueueClosed, blocking
 
-HANG = 20  # seconds until a wait of the test itself counts as a hang
+HANG = 10  # seconds until a wait of the test itself counts as a hang
 
 
 class Call(threading.Thread):
@@ -36,7 +36,9 @@ class Call(threading.Thread):
         self.stage, self.act = stage, act
         self.state = "running"
         self.outcome: Any = None
-        self.interrupted = False
+        self.interrupted = False  # its sleep is going to raise, as Ctrl-C does
+        self.may_give_up = threading.Event()
+        self.may_give_up.set()
 
     def run(self) -> None:
         try:
@@ -89,6 +91,7 @@ def _waiting_calls_report(monkeypatch: pytest.MonkeyPatch) -> None:
             call.waiter = waiter  # type: ignore[attr-defined]
         sleep(waiter)
         if isinstance(call, Call) and call.interrupted:
+            assert call.may_give_up.wait(HANG)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(blocking._Waiter, "sleep", report_and_sleep)
@@ -204,7 +207,7 @@ class QueueMachine(RuleBasedStateMachine):
     # What happens.
 
     @rule(bucket=st.integers(0, 2), nbytes=st.integers(0, 5), wanted=st.booleans())
-    def put(self, bucket: int, nbytes: int, wanted: bool) -> None:
+    def put(self, bucket: int, nbytes: int, *, wanted: bool) -> None:
         index = self.next_index
         if wanted and self.taking:
             index = self.taking[0][0]
@@ -217,14 +220,26 @@ class QueueMachine(RuleBasedStateMachine):
             self.putting.append((new, call))
         self.settle()
 
+    @rule(bucket=st.integers(0, 2), nbytes=st.lists(st.integers(0, 5), min_size=2, max_size=4))
+    def put_some(self, bucket: int, nbytes: list[int]) -> None:
+        for size in nbytes:
+            self.put(bucket, size, wanted=False)
+
     @rule()
     def get(self) -> None:
         self.getting.append(self.call(self.queue.get))
         self.settle()
 
-    @rule(back=st.integers(-2, 6))
-    def take(self, back: int) -> None:
-        index = max(0, self.next_index - back)
+    @precondition(lambda self: self.items)
+    @rule(choice=st.integers(0, 20))
+    def take_what_is_there(self, choice: int) -> None:
+        self.take(self.items[choice % len(self.items)].index)
+
+    @rule(ahead=st.integers(-3, 3))
+    def take_what_may_come(self, ahead: int) -> None:
+        self.take(max(0, self.next_index + ahead))
+
+    def take(self, index: int) -> None:
         call = self.call(lambda: self.queue.take(index))
         if any(index == other for other, _ in self.taking):
             self.due.append((call, ValueError))
@@ -447,16 +462,17 @@ def test_an_item_served_to_an_interrupted_call_is_not_lost(stage: Stage, call: s
     shared.put(item(1))
     assert stage.ended(doomed, next_in_line)[1] == item(1)
 
-    if call == "get":
-        doomed = stage.start(shared.get)
-        taker = stage.start(lambda: shared.take(2))
-        doomed.interrupted = True
-        shared.put(item(3))
-        stage.ended(doomed)
-        assert taker.state == "waits"
-        shared.put(item(2))
-        assert stage.ended(taker) == [item(2)]
-        assert shared.get() == item(3)
+    doomed = stage.start(shared.get if call == "get" else lambda: shared.take(2))
+    doomed.interrupted = True
+    doomed.may_give_up.clear()
+    shared.put(item(2))
+    taker = stage.start(lambda: shared.take(2))
+    other = stage.start(shared.get)
+    doomed.may_give_up.set()
+    assert stage.ended(doomed, taker)[1] == item(2)
+    shared.put(item(3))
+    assert stage.ended(other) == [item(3)]
+    assert sum(shared.counters().gets.values()) == 4
 
 
 @pytest.fixture

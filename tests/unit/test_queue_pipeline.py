@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dflash_tool.queue import BucketedHSQueue, BucketPolicy, Item, QueueClosed
 from dflash_tool.window import InflightWindow
 
-HANG = 20  # seconds until a join counts as a hang
+HANG = 10  # seconds until a join counts as a hang
 
 
 @pytest.fixture(autouse=True, scope="module")

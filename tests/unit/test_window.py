@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from dflash_tool.errors import ConfigError
 from dflash_tool.window import InflightWindow, Sleeper, WindowClosed, WindowWaits
 
-HANG = 20  # seconds until a wait of the test itself counts as a hang
+HANG = 10  # seconds until a wait of the test itself counts as a hang
 
 
 class Acquire(threading.Thread):

@@ -1,32 +1,39 @@
-"""What lies in a store already, and how a run goes on from there.
+"""A store from the first look to the last word: what lies there, how a run goes on from it, when it is complete.
 
-`open_store` cleans up after a run that was killed, drops what is damaged, settles on the samples, lays out the plan
-and counts what is held. Once a shard is committed no setting may differ; before that, changed data or settings are
-simply prepared again.
+1. `check_out`      is `--out` a place to write to at all
+2. `open_store`     clean up after a run that was killed, drop what is damaged, settle on the samples, plan, count what
+                    is held; `join_store` sees the same from another rank
+3. `begin`          room on the disk, manifest, settings
+4. `complete`       every sample is committed or quarantined: say so in the manifest
+
+Once a shard is committed no setting may differ; before that, changed data or settings are simply prepared again.
 """
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from dflash_tool.errors import StoreError
 from dflash_tool.planning import ExtractionPlan, bucket_edges, make_plan, prepare_samples
 from dflash_tool.resolving import Resolved
-from dflash_tool.schemas.manifest import Manifest
+from dflash_tool.schemas.manifest import Manifest, RunSummary
 from dflash_tool.store.disk import check_room
-from dflash_tool.store.files import TEMP_PREFIX, disk_errors
+from dflash_tool.store.files import TEMP_PREFIX, disk_errors, replace_file
 from dflash_tool.store.layout import HEAD, MANIFEST, SAMPLES
 from dflash_tool.store.lock import LOCK
-from dflash_tool.store.manifest import check_same_settings, read_manifest
-from dflash_tool.store.recover import drop_shards, recover
+from dflash_tool.store.manifest import check_same_settings, read_manifest, write_manifest
+from dflash_tool.store.recover import drop_shards, read_index, recover
 from dflash_tool.store.samples import Samples
 from dflash_tool.store.scan import scan
 from dflash_tool.store.verify import bytes_to_verify, verify
 from dflash_tool.telemetry import ExtractTelemetry
 
+CONFIG = "extract.yaml"
 # Settings that samples.arrow depends on; with these equal it is used as it is.
 _PREPARED_BY = {
     "tokenizer", "template", "template_args", "turns", "data", "max_length", "overlength", "mask_token_id",
@@ -81,7 +88,7 @@ def open_store(resolved: Resolved, telemetry: ExtractTelemetry) -> OpenStore:
     if earlier is not None and fixed:
         check_same_settings(root, earlier, earlier.model_copy(update=resolved.settings))
         _drop_damaged(root, telemetry, rehash=resolved.config.verify)
-    recovered = recover(root, earlier.layers if earlier else resolved.settings["layer_ids"])
+    recovered = recover(root, earlier.layers if earlier else resolved.layers)
     job = _plan_in(root, resolved, telemetry, earlier, fixed=fixed)
     held = recovered.index.find(job.samples.sample_ids) >= 0
     if int(held.sum()) != len(recovered.index):
@@ -130,8 +137,41 @@ def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool) -> N
             (root / SAMPLES).unlink(missing_ok=True)
 
 
-def check_left(job: ExtractionPlan, held: NDArray[np.bool_]) -> None:
-    """Refuse a plan that the disk has no room for, before the first shard."""
-    lengths = job.samples.lengths.astype(np.int64)
-    left = 1 - int(lengths[held].sum()) / int(lengths.sum())
-    check_room(job.resolved.config.out, int((job.disk.shards + job.disk.index) * left) + job.disk.head)
+def join_store(resolved: Resolved) -> OpenStore:
+    """What rank 0 has opened and begun, seen from another rank. StoreError where this rank has other settings."""
+    root = resolved.config.out
+    manifest = read_manifest(root)
+    check_same_settings(root, manifest, manifest.model_copy(update=resolved.settings))
+    samples = Samples.open(root)
+    plan = make_plan(resolved, samples, manifest.edges, earlier=manifest)
+    held = read_index(root, manifest.layers).find(samples.sample_ids) >= 0
+    return OpenStore(plan=plan, held=held, earlier=manifest, removed=())
+
+
+def begin(store: OpenStore) -> None:
+    """Write the manifest and the resolved settings. StoreError, and nothing written, if the disk is too small."""
+    plan, root = store.plan, store.plan.resolved.config.out
+    lengths = plan.samples.lengths.astype(np.int64)
+    left = 1 - int(lengths[store.held].sum()) / int(lengths.sum())
+    check_room(root, int((plan.disk.shards + plan.disk.index) * left) + plan.disk.head)
+    write_manifest(root, plan.manifest)
+    settings = plan.resolved.config.model_dump(mode="json", exclude_none=True)
+    settings |= {name: plan.resolved.settings[name] for name in ("max_length", "batch_tokens", "mask_token_id")}
+    settings |= {"layers": list(plan.manifest.layer_ids), "dtype": plan.manifest.target.dtype}
+    with disk_errors(root, "write"):
+        replace_file(root / CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
+
+
+def complete(plan: ExtractionPlan, run: RunSummary, quarantined: Sequence[int]) -> Manifest:
+    """Check that every sample is committed or quarantined (rows of samples.arrow), and say so in the manifest."""
+    root, samples = plan.resolved.config.out, plan.samples
+    committed = len(read_index(root, plan.manifest.layers))
+    if committed + len(quarantined) != len(samples):
+        raise StoreError(
+            f"{root}: {committed} samples are committed and {len(quarantined)} quarantined, {len(samples)} were "
+            "planned: the store was changed while this ran; run the same command again"
+        )
+    ids = tuple(sorted(samples.sample_id(row).hex() for row in quarantined))
+    manifest = plan.manifest.model_copy(update={"complete": True, "run": run, "quarantined": ids})
+    write_manifest(root, manifest)
+    return manifest
