@@ -6,15 +6,15 @@ r"""Let the tiny target answer prompts: ``examples/chats.jsonl``, and the report
 
 ``generate`` draws for every conversation: a source, one to three user turns of one of its documents (a
 quarter from held-out ones), perhaps a system message, greedy or sampled decoding, and a length cap
-(log-normal: heavy-tailed). Turn by turn, the target answers all conversations in batches; an answer ends at
-the target's own end of turn, or where the cap leaves no more room for it. A conversation is dropped if an
-answer is empty, loops, repeats an earlier answer, or does not re-tokenise through the chat template to
-exactly the ids that were generated. Each line is
+(log-normal: heavy-tailed). Turn by turn, the target answers all conversations in batches. An answer ends at
+the target's own end of turn; or it is cut, where the cap leaves no more room for it or where it would begin to
+loop. A conversation is dropped if an answer is empty, has few distinct 4-grams or repeats an earlier answer, and
+a greedy one also if it does not re-tokenise through the chat template to exactly the generated ids. Each line is
 
     {"id": "docs-00007", "decoding": "greedy", "temperature": 0.0, "capped": 0, "messages": [...]}
 
-with ``capped`` the number of answers cut at the cap. The file is a pure function of the arguments (and
-torch build).
+with ``capped`` the number of answers that were cut. The file is a pure function of the arguments (and the torch
+build).
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from typing import Any
 import numpy as np
 import torch
 from corpus import SOURCES, Chat, Message, read_corpus
-from sampler import LOOP_SHARE, Answer, Request, Sampler, distinct_share
+from sampler import Answer, Request, Sampler, distinct_share
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 SOURCE_SHARES = (0.45, 0.30, 0.25)
 TEMPERATURES = (0.6, 0.7, 0.8, 0.9)
 TOP_P = 0.95
+LOOP_SHARE = 0.4  # of distinct 4-grams: an answer below is dropped
 SHORTEST, LONGEST = 16, 1500  # tokens of a conversation
 
 
@@ -128,7 +129,7 @@ def _append(conversation: Conversation, answer: Answer, tokenizer: PreTrainedTok
     conversation.capped += not answer.ended
     if not text.strip():
         conversation.fault = "empty"
-    elif answer.looped or distinct_share(answer.ids) < LOOP_SHARE:
+    elif (answer.looped and len(answer.ids) < 16) or distinct_share(answer.ids) < LOOP_SHARE:
         conversation.fault = "loop"
     elif answer.ids in conversation.written:
         conversation.fault = "repeats an answer"
@@ -191,6 +192,9 @@ def generate(options: argparse.Namespace) -> None:
     options.out.write_text("".join(lines), encoding="utf-8")
     dropped = Counter((c.fault, "sampled" if c.temperature else "greedy") for c in conversations if c.fault)
     seconds = time.monotonic() - start
+    tokens = sum(len(ids) for c in conversations for ids in c.written)
+    canonical = Counter("sampled" if c.temperature else "greedy" for c in sound if c.canonical)
+    print(f"{tokens:,} tokens generated; conversations that re-tokenise to what was generated: {dict(canonical)}")
     print(
         f"{len(sound)} sound of {len(conversations)}, {len(lines)} written, {seconds:.0f} s; dropped: {dict(dropped)}"
     )
@@ -232,7 +236,7 @@ def report(options: argparse.Namespace) -> None:
         mean, low = np.mean(values), np.percentile(values, 5)
         print(f"  distinct 4-grams {name}: mean {mean:.3f}, 5th percentile {low:.3f}, {len(values)} answers")
     print("  conversations:", dict(Counter(row["decoding"] for row in rows)))
-    print("  answers cut at the cap:", dict(capped))
+    print("  answers cut (cap or loop):", dict(capped))
     print(f"  greedy answer tokens that are the target's argmax: {argmax:,} of {answered:,} ({argmax / answered:.3%})")
     text = json.dumps([row["messages"] for row in rows], ensure_ascii=False)
     empty = sum(not m["content"].strip() for row in rows for m in row["messages"])

@@ -5,9 +5,9 @@ stop together. A batch is padded on the left, prefilled once, and then advanced 
 key-value cache. Rows that are done are dropped from the cache once a quarter of the batch is done: the cost
 of a step follows the rows that are left.
 
-A row is done at its end-of-turn token, at its limit, or, hopeless, when it loops: less than ``LOOP_SHARE``
-of its 4-grams are distinct. Numbers depend on (model, requests, seed, batch size) alone; arithmetic is
-fp32.
+A row is done at its end-of-turn token, at its limit, or when it loops: once ``LOOP_RUN`` tokens on end have only
+repeated 4-grams of the same answer, and it is cut before them. Numbers depend on (model, requests, seed, batch
+size) alone; arithmetic is the model's.
 """
 
 # Shapes: B rows, T positions, V vocabulary.
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-LOOP_SHARE = 0.4
-LOOK_EVERY = 16  # steps between two looks at who is done or looping
+LOOP_RUN = 32
+GRAM = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """``ids`` without the end-of-turn token; ``ended``: the model itself ended it; ``looped``: given up."""
+    """``ids`` without the end-of-turn token; ``ended``: the model itself ended it; ``looped``: cut before a loop."""
 
     ids: list[int]
     ended: bool
     looped: bool
 
 
-def distinct_share(ids: Sequence[int], n: int = 4) -> float:
+def distinct_share(ids: Sequence[int], n: int = GRAM) -> float:
     """Divide distinct n-grams by all n-grams; 1 for a text shorter than ``n``."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
@@ -56,6 +56,8 @@ class _Row:
     request: Request
     ids: list[int] = field(default_factory=list)
     answer: Answer | None = None
+    grams: set[tuple[int, ...]] = field(default_factory=set)
+    stale: int = 0  # tokens on end that ended a 4-gram seen before
 
     def hear(self, token: int, end: int) -> None:
         """Take the model's next token."""
@@ -63,13 +65,13 @@ class _Row:
             return
         if token == end or len(self.ids) == self.request.limit:
             self.answer = Answer(ids=self.ids, ended=token == end, looped=False)
-        else:
-            self.ids.append(token)
-
-    def give_up_on_loop(self) -> None:
-        """Look at the last 256 tokens."""
-        if self.answer is None and distinct_share(self.ids[-256:]) < LOOP_SHARE:
-            self.answer = Answer(ids=self.ids, ended=False, looped=True)
+            return
+        self.ids.append(token)
+        gram = tuple(self.ids[-GRAM:])
+        self.stale = self.stale + 1 if gram in self.grams else 0
+        self.grams.add(gram)
+        if self.stale == LOOP_RUN:
+            self.answer = Answer(ids=self.ids[:-LOOP_RUN], ended=False, looped=True)
 
 
 def pad_left(prompts: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,23 +120,18 @@ class Sampler:
         position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
         temperature_B = torch.tensor([request.temperature for request in requests])
         cache = DynamicCache(config=self._model.config)
-        step = 0
         while any(row.answer is None for row in rows):
             logits_BTV = self._model(
                 input_ids=ids_BT,
                 attention_mask=mask_BT,
                 position_ids=position_BT,
-                past_key_values=cache,
+                cache=cache,
                 use_cache=True,
                 logits_to_keep=1,
             ).logits
             next_B = self._draw(logits_BTV[:, -1], temperature_B)
             for row, token in zip(live, next_B.tolist(), strict=True):
                 row.hear(token, self._end)
-            step += 1
-            if step % LOOK_EVERY == 0:
-                for row in live:
-                    row.give_up_on_loop()
             ids_BT, position_BT = next_B[:, None], position_BT[:, -1:] + 1
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(live), 1)], dim=1)
             keep = [at for at, row in enumerate(live) if row.answer is None]

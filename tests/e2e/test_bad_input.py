@@ -137,7 +137,11 @@ def test_a_store_of_other_settings_or_data(words: list[object], tmp_path: Path, 
 
 
 def test_data_that_changed_before_the_first_shard_are_prepared_again(
-    words: list[object], random_target: Callable[..., Path], tmp_path: Path, dflash: Run, monkeypatch: pytest.MonkeyPatch
+    words: list[object],
+    random_target: Callable[..., Path],
+    tmp_path: Path,
+    dflash: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from dflash_tool import pipeline
     from dflash_tool.errors import TargetError
@@ -169,7 +173,7 @@ def test_two_runs_on_one_store(words: list[object], tmp_path: Path, dflash: Run)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
 def test_no_space_on_the_disk(words: list[object], tmp_path: Path, dflash: Run) -> None:
-    """Too small for the plan: refused with both numbers. Filled up by others meanwhile: what is committed stays good."""
+    """Too small for the plan: refused with both numbers; with room enough the same command runs."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", disk], check=False)

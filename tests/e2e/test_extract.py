@@ -29,9 +29,14 @@ def test_every_stored_layer_equals_a_batch_of_one(
     folder = random_target(family)
     pipeline.extract(
         ExtractConfig(
-            target=str(folder), data=(token_rows(60),), out=tmp_path / "store", layers=(0, 2, 4), batch_tokens=256,
-            store_dtype=store_dtype, target_device="cpu",
-        )  # fmt: skip
+            target=str(folder),
+            data=(token_rows(60),),
+            out=tmp_path / "store",
+            layers=(0, 2, 4),
+            batch_tokens=256,
+            store_dtype=store_dtype,
+            target_device="cpu",
+        )
     )
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     store = HiddenStore.open(tmp_path / "store")

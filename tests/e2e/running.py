@@ -1,0 +1,51 @@
+"""Extractions in processes of their own, for tests that kill them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dflash_tool.store.reader import HiddenStore
+
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+def extract_words(target: Path, data: Path, out: Path, **changed: object) -> list[str]:
+    """The command line of an extraction in many small batches and shards."""
+    options = {
+        "target": target, "data": data, "out": out, "batch_tokens": 512, "inflight_gib": 0.01,
+        "shard_mib": 0.4, "commit_every": 0.3,
+    } | changed  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [sys.executable, "-m", "dflash_tool", "extract", *words]
+
+
+def bytes_under(folder: Path) -> int:
+    """Bytes of all files below a folder that changes meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):  # passes over folders that are renamed
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += (Path(parent) / name).stat().st_size
+    return total
+
+
+def wait_until(run: "subprocess.Popen[Any]", reached: Callable[[], bool]) -> None:
+    """Look again and again until the run has come far enough, or has ended."""
+    while run.poll() is None and not reached():
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(0.01)
+
+
+def contents(out: Path) -> dict[bytes, bytes]:
+    """Sample id -> the bytes of all its layers, hashes checked; each sample exactly once."""
+    store = HiddenStore.open(out)
+    assert store.committed.all()
+    assert len(store.index) == len(store.samples)
+    return {
+        store.samples.sample_id(row): b"".join(v.tobytes() for v in store.read(row, verify=True).values())
+        for row in range(len(store.samples))
+    }
