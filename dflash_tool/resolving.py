@@ -13,8 +13,8 @@ import torch
 from dflash_tool.buckets import check_edges
 from dflash_tool.errors import ConfigError
 from dflash_tool.prompts import (
-    check_files,
     choose_mask_token,
+    find_files,
     fingerprint_file,
     load_tokenizer,
     template_fingerprint,
@@ -83,7 +83,7 @@ def resolve(config: ExtractConfig, telemetry: ExtractTelemetry) -> Resolved:
     mask_token_id = choose_mask_token(tokenizer, target.vocab_size, config.mask_token_id)
     if not isinstance(config.buckets, int):
         check_edges(config.buckets)
-    check_files(list(config.data))
+    config = config.model_copy(update={"data": find_files(config.data)})
     telemetry.stage("hashing the data")
     settings = {
         "target": TargetInfo(

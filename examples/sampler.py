@@ -10,7 +10,7 @@ repeated 4-grams of the same answer, and it is cut before them. Numbers depend o
 size) alone; arithmetic is the model's.
 """
 
-# Shapes: B rows, T positions, V vocabulary.
+# Shapes: B rows, T positions, V vocabulary, K choices.
 # ruff: noqa: N803, N806
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 LOOP_RUN = 32
 GRAM = 4
+MOST_CHOICES = 200  # a nucleus holds no more tokens than this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,8 @@ class Sampler:
         logits_BV = logits_BV.float()
         logits_BV[:, self._banned] = -torch.inf
         best_B = logits_BV.argmax(-1)
-        share_BV, token_BV = (logits_BV / temperature_B.clamp(min=1e-3)[:, None]).softmax(-1).sort(-1, descending=True)
-        share_BV[share_BV.cumsum(-1) - share_BV > self._top_p] = 0
-        drawn_B1 = torch.multinomial(share_BV, 1, generator=self._noise)
-        return torch.where(temperature_B > 0, token_BV.gather(1, drawn_B1)[:, 0], best_B)
+        share_BV = (logits_BV / temperature_B.clamp(min=1e-3)[:, None]).softmax(-1)
+        share_BK, token_BK = share_BV.topk(MOST_CHOICES)
+        share_BK[share_BK.cumsum(-1) - share_BK > self._top_p] = 0
+        drawn_B1 = torch.multinomial(share_BK, 1, generator=self._noise)
+        return torch.where(temperature_B > 0, token_BK.gather(1, drawn_B1)[:, 0], best_B)

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -45,26 +45,82 @@ def small_tokenizer() -> "PreTrainedTokenizerFast":
     )
 
 
+SLIDING = {"sliding_window": 8}  # far shorter than the samples
+HALF_SLIDING = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"] * 3}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+# What each family's config has beside the common sizes; names that start with ":" are variants of one architecture.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "mistral": SLIDING,
+    "qwen2": {**HALF_SLIDING, "use_sliding_window": True},
+    "qwen3_moe": EXPERTS,
+    "gemma2": {**HALF_SLIDING, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**HALF_SLIDING, "query_pre_attn_scalar": 16},
+    "gemma3_text:bidirectional": {**HALF_SLIDING, "use_bidirectional_attention": True},
+    "phi": {},
+    "phi3": {"pad_token_id": 0},
+    "phi3:longrope": {
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 20,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+            "partial_rotary_factor": 1.0,
+        },
+    },
+    "gpt2": {"resid_pdrop": 0.1, "scale_attn_by_inverse_layer_idx": True},
+    "gpt_neox": {},
+    "bloom": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+NESTED = {"gemma3": "gemma3_text", "llava": "llama"}  # a vision tower beside a text config
+
+
 @pytest.fixture(scope="session")
 def random_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make (once) a random target folder: family "qwen3" or "llama", `layers` decoder layers, tied or not."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    """Make (once) a random target folder: a name of FAMILIES or NESTED, `layers` decoder layers, tied or not."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     made: dict[tuple[str, int, bool], Path] = {}
+
+    def config(family: str, layers: int, tied: bool) -> Any:
+        kind = family.partition(":")[0]
+        sizes = {
+            "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
+            "num_attention_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": tied,
+            "initializer_range": 0.2,
+        }  # fmt: skip
+        if kind in {"opt", "bloom"}:
+            sizes["init_std" if kind == "opt" else "initializer_range"] = 0.2
+        elif kind not in {"gpt2", "gpt_neox", "phi", "phi3"}:
+            sizes |= {"num_key_value_heads": 2, "head_dim": 16}
+        extra = dict(FAMILIES[family])
+        if "layer_types" in extra:
+            extra["layer_types"] = (extra["layer_types"] * layers)[:layers]
+        return AutoConfig.for_model(kind, **sizes, **extra)
 
     def make(family: str = "qwen3", *, layers: int = 6, tied: bool = True) -> Path:
         key = (family, layers, tied)
         if key not in made:
             torch.manual_seed(len(made))
-            sizes = {
-                "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
-                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
-                "tie_word_embeddings": tied, "initializer_range": 0.2,
-            }  # fmt: skip
-            model = (
-                Qwen3ForCausalLM(Qwen3Config(**sizes)) if family == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
-            )
-            folder = tmp_path_factory.mktemp(f"{family}-{layers}-{tied}")
+            if family in NESTED:
+                vision = {
+                    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+                    "image_size": 28, "patch_size": 14,
+                }  # fmt: skip
+                text = config(NESTED[family], layers, tied).to_dict()
+                tokens = {"image_token_index": 94, "image_token_id": 94, "tie_word_embeddings": tied}
+                whole = AutoConfig.for_model(family, text_config=text, vision_config=vision, **tokens)
+                model = AutoModelForImageTextToText.from_config(whole)
+            else:
+                model = AutoModelForCausalLM.from_config(config(family, layers, tied))
+            for name, values in model.named_parameters():
+                if name.endswith("bias"):  # zero at first, which would hide a forgotten one
+                    values.data.normal_(0, 0.2)
+            folder = tmp_path_factory.mktemp(f"{family.replace(':', '-')}-{layers}-{tied}")
             model.save_pretrained(folder)
             small_tokenizer().save_pretrained(folder)
             made[key] = folder

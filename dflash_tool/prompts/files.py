@@ -5,14 +5,13 @@ see `json_files` and `parquet_files`.
 """
 
 import gzip
-import io
 import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from dflash_tool.errors import DataError
 from dflash_tool.prompts.entries import TAKES, Entry
-from dflash_tool.prompts.json_files import Position, looks_like_array, read_array, read_lines
+from dflash_tool.prompts.json_files import Position, Stream, looks_like_array, read_array, read_lines
 from dflash_tool.prompts.parquet_files import read_parquet
 
 _HEAD_BYTES = 1 << 16
@@ -50,7 +49,7 @@ def read_entries(path: Path, columns: Collection[str]) -> Iterator[Entry]:
         raise DataError(f"{path}: can't read this data file: {error.strerror or error}") from error
 
 
-def _read_json(path: Path, stream: io.BufferedIOBase, position: Position) -> Iterator[Entry]:
+def _read_json(path: Path, stream: Stream, position: Position) -> Iterator[Entry]:
     head = stream.read(_HEAD_BYTES)
     stream.seek(0)
     for magic, kind in {**_OTHERS, _PARQUET: "gzipped Parquet", _GZIP: "gzipped twice"}.items():

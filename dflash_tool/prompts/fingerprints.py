@@ -7,7 +7,7 @@ from typing import Any
 import xxhash
 
 from dflash_tool.errors import DataError
-from dflash_tool.prompts.tokenise import private_backend
+from dflash_tool.prompts.tokenise import leading_ids, private_backend
 from dflash_tool.schemas.manifest import DataFile
 
 _BLOCK_BYTES = 1 << 20
@@ -27,12 +27,13 @@ def fingerprint_file(path: Path) -> DataFile:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Of all that decides which tokens a text becomes, and of the names of the special tokens.
+    """Of all that decides which tokens a text becomes, BOS included, and of the names of the special tokens.
 
-    Padding, truncation and post-processing are left out: they play no part in prepared samples.
+    Padding, truncation and all other post-processing are left out: they play no part in prepared samples.
     """
     digest = xxhash.xxh3_128(private_backend(tokenizer).to_str().encode())
     digest.update(json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str).encode())
+    digest.update(json.dumps(leading_ids(tokenizer)).encode())
     return digest.hexdigest()
 
 

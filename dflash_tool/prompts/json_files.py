@@ -8,6 +8,7 @@ what is done: at most a block and twice the largest element are in memory, each 
 twice at most. Where it stops being JSON nobody can tell the rows that follow, so that is an error, not a row.
 """
 
+import gzip
 import io
 import json
 import re
@@ -24,9 +25,10 @@ _BLOCK_CHARACTERS = 1 << 20
 _LONGEST_WORD = 16
 _BLANKS = re.compile(r"[ \t\n\r]*")
 Position = Callable[[], int]
+Stream = io.BufferedReader | gzip.GzipFile
 
 
-def read_lines(path: Path, stream: io.BufferedIOBase, position: Position) -> Iterator[Entry]:
+def read_lines(path: Path, stream: Stream, position: Position) -> Iterator[Entry]:
     """A value for each line that isn't blank. Raises `DataError` if one isn't UTF-8: that is a wrong file."""
     for number, line in enumerate(stream, start=1):
         source = f"{path}:{number}"
@@ -67,32 +69,31 @@ def looks_like_array(head: bytes) -> bool:
     return not rest.strip()
 
 
-def read_array(path: Path, stream: io.BufferedIOBase, position: Position) -> Iterator[Entry]:
+def read_array(path: Path, stream: Stream, position: Position) -> Iterator[Entry]:
     """A value for each element. Raises `DataError`, naming row and line, where it stops being a JSON array."""
     array = _Array(path, io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
-    array.take("[")
-    if array.peek() == "]":
-        array.row = 0
-    while array.row:
+    array.take("[", "'['")
+    more = array.peek() != "]"
+    while more:
+        array.row += 1
         source = f"{path}:{array.row}"
         yield Entry(source, array.value(source), position())
-        if array.peek() == "]":
-            break
-        array.take(",")
-        array.row += 1
-    array.take("]")
+        more = array.peek() == ","
+        if more:
+            array.take(",", "','")
+    array.take("]", "',' or ']'")
     if array.peek():
         raise array.fault(f"something follows the array's end: {array.rest()!r}")
 
 
 class _Array:
-    """The text of an array from `place` on, as far as it was read; `row` is what is being read, from 1."""
+    """The text of an array from `_place` on, as far as it was read; `row` counts the values that were begun."""
 
     def __init__(self, path: Path, file: io.TextIOWrapper) -> None:
         self._path, self._file = path, file
         self._text, self._place, self._ended = "", 0, False
         self._lines = 0  # before `_text`
-        self.row = 1
+        self.row = 0
 
     def peek(self) -> str:
         """Skip blanks; return the next character, "" at the end of the file."""
@@ -104,10 +105,9 @@ class _Array:
                 return self._text[self._place : self._place + 1]
             self._read_more()
 
-    def take(self, character: str) -> None:
+    def take(self, character: str, expected: str) -> None:
         """Take this character, which must come next."""
         if (found := self.peek()) != character:
-            expected = "',' or ']'" if character == "," else repr(character)
             raise self.fault(f"expected {expected}, found {self.rest()!r}" if found else "the file ends here")
         self._place += 1
 

@@ -23,17 +23,19 @@ def read_parquet(path: Path, file: BinaryIO, columns: Collection[str]) -> Iterat
 
     Raises `DataError` for a damaged file.
     """
-    size = file.seek(0, 2)
+    size, number = file.seek(0, 2), 0
     try:
-        parquet = pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
-        rows, number = parquet.metadata.num_rows, 0
+        parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
+        rows = parquet.metadata.num_rows
         names = parquet.schema_arrow.names
         wanted = [name for name in names if name in columns]
         for value in _values(parquet, wanted) if wanted else (dict.fromkeys(names) for _ in range(rows)):
             number += 1
             yield Entry(f"{path}:{number}", value, size * number // rows)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: after row {number}: text that isn't UTF-8 ({error.reason}); mend the file") from None
+        raise DataError(
+            f"{path}:{number + 1} or after: text that isn't UTF-8 ({error.reason}); mend the file"
+        ) from None
     except (pa.ArrowException, OSError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(

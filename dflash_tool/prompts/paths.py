@@ -37,7 +37,8 @@ def check_files(paths: Sequence[Path]) -> list[int]:
 def _matches(name: Path) -> list[Path]:
     if os.path.lexists(name) or not _WILD.search(str(name)):
         return [name]
-    paths = [path for path in map(Path, sorted(glob.glob(str(name), recursive=True))) if not path.is_dir()]
+    matches = sorted(glob.glob(str(name), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+    paths = [path for path in map(Path, matches) if not path.is_dir()]
     if not paths:
         raise DataError(f"{name}: no file matches this pattern (looked from {Path.cwd()}); {TAKES}")
     return paths

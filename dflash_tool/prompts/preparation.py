@@ -1,7 +1,8 @@
 """Files of rows -> prepared samples, streamed as Arrow record batches in the order of the files.
 
 1. `read_rows`     file   -> rows or `Skipped`
-2. `ChatTemplate`  row    -> texts with supervised spans (a row of ready tokens passes by)
+2. `ChatTemplate`  row    -> texts with supervised spans; `RawText` where there is no conversation (a row of
+                   ready tokens passes by)
 3. `Encoder`       chunk  -> token ids and loss masks, a few hundred texts at a time, on all cores
 4. `SampleMaker`   sample -> cut or skipped by length, checked, given its id
 5. `record_batch`  chunk  -> the columns of samples.arrow, without `bucket` (all lengths decide that)
@@ -17,9 +18,11 @@ from typing import Any
 import pyarrow as pa
 
 from dflash_tool.errors import DataError
+from dflash_tool.prompts.paths import check_files
+from dflash_tool.prompts.raw import RawText
 from dflash_tool.prompts.reasons import ASKED_FOR, Skipped
 from dflash_tool.prompts.render import ChatTemplate, RenderedText
-from dflash_tool.prompts.rows import ChatRow, TokenRow, check_files, read_rows
+from dflash_tool.prompts.rows import Row, TextRow, TokenRow, read_rows
 from dflash_tool.prompts.samples import PrepareOptions, Sample, SampleMaker, record_batch
 from dflash_tool.prompts.tokenise import Encoder
 
@@ -113,11 +116,12 @@ class Preparation:
     ) -> None:
         self.stats = PrepareStats()
         self._files = list(files)
-        self._bytes = check_files(self._files)
+        self._sizes = check_files(self._files)
         self._tokenizer = tokenizer
         self._options = options
         self._on_progress = on_progress
         self._template: ChatTemplate | None = None  # made when the first conversation comes
+        self._raw = RawText(tokenizer)
         self._maker = SampleMaker(options)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
@@ -127,14 +131,13 @@ class Preparation:
             if samples:
                 yield record_batch(samples)
             if self._on_progress is not None:
-                self._on_progress(chunk.bytes_done, self._bytes, self.stats.samples)
+                self._on_progress(chunk.bytes_done, sum(self._sizes), self.stats.samples)
         if not self.stats.samples:
             raise DataError(self._nothing_left())
 
     def _chunks(self) -> Iterator[_Chunk]:
         chunk, bytes_before = _Chunk(), 0
-        for path in self._files:
-            bytes_done = 0
+        for path, size in zip(self._files, self._sizes, strict=True):
             for row, bytes_done in read_rows(path):
                 self.stats.rows += 1
                 for item in self._items(row):
@@ -144,13 +147,16 @@ class Preparation:
                 if len(chunk.items) >= _CHUNK_ROWS or chunk.characters >= _CHUNK_CHARACTERS:
                     yield chunk
                     chunk = _Chunk()
-            bytes_before += bytes_done
+            bytes_before += size
         if chunk.items:
+            chunk.bytes_done = bytes_before
             yield chunk
 
-    def _items(self, row: ChatRow | TokenRow | Skipped) -> Sequence[Item]:
-        if not isinstance(row, ChatRow):
+    def _items(self, row: Row | Skipped) -> Sequence[Item]:
+        if isinstance(row, TokenRow | Skipped):
             return (row,)
+        if isinstance(row, TextRow):
+            return (self._raw.render(row),)
         if self._template is None:
             self._template = ChatTemplate(self._tokenizer, self._options.template_args, self._options.turns)
         chat = self._template.render(row)
@@ -169,8 +175,10 @@ class Preparation:
                     sample: Sample | Skipped = item
                 case TokenRow():
                     sample = self._maker.make(item.source, item.input_ids, item.loss_mask)
-                case RenderedText():
+                case RenderedText(raw=None):
                     sample = self._maker.make(item.source, *next(encoded))
+                case RenderedText(raw=TextRow() as row):
+                    sample = self._maker.make(item.source, *self._raw.frame(row, *next(encoded)))
             if isinstance(sample, Skipped):
                 self._raise_if_strict(sample)
                 self.stats.count_skipped(sample)

@@ -46,6 +46,6 @@ class RawText:
             ids, mask = np.concatenate([self._before, ids]), np.concatenate([np.zeros(own, np.uint8), mask])
         else:
             mask[:own] = 0
-        if row.ended and (not len(ids) or ids[-1] != self._end):
+        if row.ended and self._end is not None and (not len(ids) or ids[-1] != self._end):
             ids, mask = np.append(ids, np.int32(self._end)), np.append(mask, np.uint8(1))
         return ids, mask

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Reason(StrEnum):
@@ -47,3 +48,36 @@ class Skipped:
 
     def __str__(self) -> str:
         return f"{self.source}: {self.reason}" + (f": {self.detail}" if self.detail else "")
+
+
+class BadRow(Exception):  # noqa: N818 - no error: `parse_row` makes it a `Skipped`
+    """Raised while a row is looked at, deep inside it."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
+_KINDS = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    bool: "boolean",
+    type(None): "null",
+    int: "number",
+    float: "number",
+}
+
+
+def kind(value: Any) -> str:
+    """What JSON calls a value of this type; Parquet has some more (bytes, dates)."""
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+def short(value: Any) -> str:
+    """`value` as text for a message, cut to a length that fits one."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer too long to print
+        text = f"a {kind(value)}"
+    return text if len(text) <= 40 else text[:37] + "..."

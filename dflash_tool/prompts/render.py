@@ -21,9 +21,10 @@ from typing import Any, Literal
 import jinja2
 
 from dflash_tool.errors import TargetError
+from dflash_tool.prompts.messages import Message
 from dflash_tool.prompts.reasons import Reason, Skipped
-from dflash_tool.prompts.rows import ChatRow, Message
-from dflash_tool.prompts.tokenise import Span
+from dflash_tool.prompts.rows import ChatRow, TextRow
+from dflash_tool.prompts.tokenise import Span, half_character
 from dflash_tool.prompts.tokenizer import check_template_args, first_line
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -42,12 +43,16 @@ _REFUSALS = (
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """A text to tokenise, its supervised spans of characters [start, end), its turns left unsupervised."""
+    """A text to tokenise, its supervised spans of characters [start, end), its turns left unsupervised.
+
+    `raw`: the row of raw text that this is, if it is one; no template has put the tokens at its ends.
+    """
 
     source: str
     text: str
     spans: tuple[Span, ...]
     unsupervised: tuple[Skipped, ...] = ()
+    raw: TextRow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,7 @@ class ChatTemplate:
             text, marks = self._render(row.messages[: index + 1], row.tools)
         except _Refused as refused:
             return _Turn(fault=Skipped(row.source, Reason.TEMPLATE_REFUSED, f"{where}: {refused}"))
-        if (half := _half_character(text)) is not None:
+        if (half := half_character(text)) is not None:
             detail = f"{where} or before has {half!r}, half a character"
             return _Turn(fault=Skipped(row.source, Reason.NOT_UNICODE, detail))
         try:
@@ -255,12 +260,3 @@ def _difference(prompt: str, text: str) -> str:
     """Where the server's prompt and the rendered turn part, for people."""
     there = slice(_common(prompt, text), _common(prompt, text) + 30)
     return f"the server's prompt goes on {prompt[there]!r}, the conversation {text[there]!r}"
-
-
-def _half_character(text: str) -> str | None:
-    """Find the first lone surrogate: JSON can write one, UTF-8 and tokenizers can't."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return text[error.start]
-    return None

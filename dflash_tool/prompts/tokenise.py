@@ -3,14 +3,14 @@
 A token counts iff all its characters lie in a span. That needs exact offsets, so texts are encoded by a
 private copy of the tokenizer's backend without post-processing: byte-level tokenizers otherwise hide the
 spaces before a word (`trim_offsets`), and padding or truncation left on in tokenizer.json would do harm.
-The ids are those of `tokenizer(text, add_special_tokens=False)`.
+The ids are those of `tokenizer(text, add_special_tokens=False)`; `leading_ids` tells what it would put first.
 
 A character split over several tokens is covered by each of them. A token that is no character at all (some
 tokenizers put one before a text) counts iff the place where it stands lies inside a span.
 """
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,26 @@ Span = tuple[int, int]
 
 def private_backend(tokenizer: Any) -> Any:
     """Copy a fast tokenizer's `tokenizers.Tokenizer`, without padding, truncation, post-processing."""
-    original = tokenizer.backend_tokenizer
-    backend = type(original).from_str(original.to_str())
-    backend.no_padding()
-    backend.no_truncation()
+    backend = _unlimited(tokenizer)
     backend.post_processor = None
     backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))  # not in the JSON
     return backend
+
+
+def leading_ids(tokenizer: Any) -> list[int]:
+    """The special tokens that a fast tokenizer puts before each text of its own accord: BOS, or none."""
+    encoding = _unlimited(tokenizer).encode("a", add_special_tokens=True)
+    marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+    return [token_id for token_id, _ in takewhile(lambda pair: pair[1], marked)]
+
+
+def half_character(text: str) -> str | None:
+    """Find the first lone surrogate: JSON can write one, UTF-8 and tokenizers can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
 
 
 class Encoder:
@@ -96,3 +109,11 @@ def merge_spans(spans: Sequence[Span]) -> list[Span]:
         else:
             merged.append((start, end))
     return merged
+
+
+def _unlimited(tokenizer: Any) -> Any:
+    original = tokenizer.backend_tokenizer
+    backend = type(original).from_str(original.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    return backend

@@ -1,4 +1,4 @@
-"""The JSON Schemas in `schemas/` are those of the models. After a change: `python tests/golden/test_json_schemas.py`."""
+"""The JSON Schemas in `schemas/` are the models'. After a change: `python tests/golden/test_json_schemas.py`."""
 
 import json
 from pathlib import Path

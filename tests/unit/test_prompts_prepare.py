@@ -15,7 +15,20 @@ from dflash_tool.errors import DataError, TargetError
 from dflash_tool.prompts import PREPARED_SCHEMA, Preparation, PrepareOptions, PrepareStats, preparation
 from dflash_tool.schemas.arrow import SAMPLES_SCHEMA, content_hash, make_sample_id
 
-from .prompts_kit import CHATML, LLAMA3, MARKED, PLAIN, QWEN3, STRICT, chat, make_tokenizer, run, run_chats, write_rows
+from .prompts_kit import (
+    CHATML,
+    LLAMA3,
+    MARKED,
+    PLAIN,
+    QWEN3,
+    STRICT,
+    chat,
+    make_tokenizer,
+    run,
+    run_chats,
+    supervised_text,
+    write_rows,
+)
 
 TEMPLATES = pytest.mark.parametrize("template", [CHATML, MARKED, LLAMA3], ids=["chatml", "marked", "llama3"])
 
@@ -71,6 +84,25 @@ def test_tokens_case(data: Path) -> None:
         ([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 1, 1]),
         ([11, 12, 13], [0, 1, 1]),
     ]
+
+
+def test_prompt_completion_case(data: Path) -> None:
+    tokenizer = make_tokenizer(None)
+    samples, stats = run(data / "prompt_completion.jsonl", tokenizer)
+    check(stats, samples)
+    for sample, prompt, text in zip(samples, ["2+2=", "The capital of Peru is"], [" 4", " Lima."], strict=True):
+        assert tokenizer.decode(sample["input_ids"]) == prompt + text + "<|im_end|>"
+        assert supervised_text(tokenizer, sample) == text + "<|im_end|>"
+
+
+def test_text_case(data: Path) -> None:
+    tokenizer = make_tokenizer(None)
+    path = data / "text.jsonl"
+    samples, stats = run(path, tokenizer)
+    check(stats, samples)
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert [tokenizer.decode(sample["input_ids"]) for sample in samples] == texts
+    assert all(all(sample["loss_mask"]) for sample in samples)
 
 
 def test_bad_tokens_case(data: Path) -> None:

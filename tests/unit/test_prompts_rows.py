@@ -1,4 +1,4 @@
-"""Lines of JSONL -> rows, or the reason why not."""
+"""Values -> rows, or the reason why not; lines of JSON."""
 
 import json
 from pathlib import Path
@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_tool.errors import DataError
-from dflash_tool.prompts import ChatRow, Reason, Skipped, TokenRow, read_rows
-from dflash_tool.prompts.rows import check_files, parse_row
+from dflash_tool.prompts import ChatRow, Reason, Skipped, TextRow, TokenRow, read_rows
+from dflash_tool.prompts.json_files import load
+from dflash_tool.prompts.rows import parse_row
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
 
 
 def parse(value: Any) -> Any:
-    return parse_row(value if isinstance(value, str) else json.dumps(value), "f:1")
+    loaded = load(value if isinstance(value, str) else json.dumps(value), "f:1")
+    return loaded if isinstance(loaded, Skipped) else parse_row(loaded, "f:1")
 
 
 def chat(*messages: Any) -> Any:
@@ -47,13 +49,17 @@ def test_parts_are_joined() -> None:
 
 def test_what_a_template_may_want_is_kept() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}], "refusal": None}
+    bare = {"role": "assistant", "content": "a", "tool_calls": []}
     thought = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
     tools = [{"type": "function"}]
-    row = parse({"messages": [USER, call, {"role": "tool", "content": "4", "name": "sum"}, thought], "tools": tools})
+    row = parse(
+        {"messages": [USER, call, {"role": "tool", "content": "4", "name": "sum"}, thought, bare], "tools": tools}
+    )
     assert row.messages[1:] == [
-        {"role": "assistant", "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
         {"role": "tool", "content": "4", "name": "sum"},
         thought,
+        {"role": "assistant", "content": "a"},
     ]
     assert row.tools == tools
 
@@ -63,6 +69,45 @@ def test_tokens() -> None:
     assert isinstance(row, TokenRow)
     assert (row.input_ids.tolist(), row.input_ids.dtype.name) == ([3, 2**31 - 1], "int32")
     assert (row.loss_mask.tolist(), row.loss_mask.dtype.name) == ([0, 1], "uint8")
+
+
+def test_texts() -> None:
+    assert parse({"prompt": "2+2=", "completion": " 4"}) == TextRow("f:1", "2+2= 4", 4, ended=True)
+    assert parse({"prompt": "", "completion": "x"}) == TextRow("f:1", "x", 0, ended=True)
+    assert parse({"text": " a\n", "id": 3}) == TextRow("f:1", " a\n")
+
+
+def test_null_is_absent_unless_nothing_else_is_there() -> None:
+    """Files written from a table have every key in every row."""
+    keys = ("input_ids", "loss_mask", "messages", "conversations", "prompt", "completion", "text")
+    for row in (
+        {"messages": [USER, ANSWER]}, {"conversations": [USER, ANSWER]}, {"prompt": "p", "completion": "c"},
+        {"text": "t"}, {"text": "t", "prompt": "p"},
+    ):  # fmt: skip
+        assert parse(dict.fromkeys(keys) | row) == parse(row)
+    turns = [{"from": "human", "value": "q", "role": None, "content": None}, {**ANSWER, "from": None, "value": None}]
+    assert parse({"conversations": turns}) == chat(USER, ANSWER)
+
+
+def test_tool_calls_as_servers_hand_them_to_a_template() -> None:
+    """Arguments are an object, though OpenAI's form writes them as text."""
+    arguments = {"city": "Łódź", "days": [1, None]}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    for written in (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, indent=1)):
+        as_text = {**call, "function": {"name": "weather", "arguments": written}}
+        flat = {"name": "weather", "arguments": written}
+        for calls in ([as_text, flat], json.dumps([as_text, flat])):
+            (message,) = chat({"role": "assistant", "tool_calls": calls}).messages
+            assert message["tool_calls"] == [call, {"name": "weather", "arguments": arguments}]
+    for nothing in ("", None, "{}"):
+        (message,) = chat(
+            {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": nothing}}]}
+        ).messages
+        assert message["tool_calls"] == [{"function": {"name": "now", "arguments": {}}}]
+    for odd in ("{not json", "[" * 200_000):
+        (message,) = chat({"role": "assistant", "tool_calls": ["?", {"function": {"arguments": odd}}]}).messages
+        assert message["tool_calls"] == ["?", {"function": {"arguments": odd}}]
+    assert parse({"messages": [USER, ANSWER], "tools": '[{"name": "now"}]'}).tools == [{"name": "now"}]
 
 
 def tokens(ids: Any, mask: Any) -> Any:
@@ -102,7 +147,16 @@ def tokens(ids: Any, mask: Any) -> Any:
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, Reason.EMPTY_ANSWER),
         ({"messages": [USER, {"role": "assistant", "content": " \n"}, USER, ANSWER]}, Reason.EMPTY_ANSWER),
         ({"messages": [USER, {"role": "assistant", "content": []}]}, Reason.EMPTY_ANSWER),
+        ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": []}]}, Reason.EMPTY_ANSWER),
         ({"messages": [USER]}, Reason.NO_ANSWER),
+        ({"prompt": "p"}, Reason.UNKNOWN_KEYS),
+        ({"prompt": "p", "completion": ""}, Reason.EMPTY_ANSWER),
+        ({"prompt": "p", "completion": None}, Reason.MISSING_CONTENT),
+        ({"prompt": None, "completion": "c"}, Reason.MISSING_CONTENT),
+        ({"prompt": [USER], "completion": [ANSWER]}, Reason.CONTENT_NOT_TEXT),
+        ({"text": " \n"}, Reason.EMPTY),
+        ({"text": None}, Reason.MISSING_CONTENT),
+        ({"text": 7}, Reason.CONTENT_NOT_TEXT),
         (tokens([1, 2, 3], [0, 1]), Reason.LENGTH_MISMATCH),
         (tokens([], []), Reason.EMPTY),
         (tokens("123", [0, 1, 1]), Reason.NOT_A_LIST),
@@ -133,7 +187,25 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["messages", "conversations", "role", "content", "from", "value", "input_ids", "loss_mask"])
+            st.sampled_from(
+                [
+                    "messages",
+                    "conversations",
+                    "role",
+                    "content",
+                    "from",
+                    "value",
+                    "input_ids",
+                    "loss_mask",
+                    "text",
+                    "prompt",
+                    "completion",
+                    "tool_calls",
+                    "function",
+                    "arguments",
+                    "tools",
+                ]
+            )
             | st.text(max_size=3),
             inner,
             max_size=4,
@@ -146,7 +218,7 @@ JSON = st.recursive(
 @given(JSON | st.text().map(str.strip))
 def test_no_row_raises(value: Any) -> None:
     row = parse(value)
-    assert isinstance(row, ChatRow | TokenRow | Skipped)
+    assert isinstance(row, ChatRow | TextRow | TokenRow | Skipped)
 
 
 def test_lines(tmp_path: Path) -> None:
@@ -173,15 +245,3 @@ def test_not_utf8(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(b"{}\n" + content)
     with pytest.raises(DataError, match=r"rows\.jsonl:2: not UTF-8.*convert"):
         list(read_rows(path))
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such data file"):
-        check_files([tmp_path / "missing.jsonl"])
-    with pytest.raises(DataError, match="is a folder"):
-        check_files([tmp_path])
-    (tmp_path / "a").write_bytes(b"123")
-    with pytest.raises(DataError, match="can't read"):
-        check_files([tmp_path / "a" / "below-a-file"])
-    (tmp_path / "b").write_bytes(b"4567")
-    assert check_files([tmp_path / "a", tmp_path / "b"]) == 7

@@ -1,0 +1,33 @@
+"""The target LLM: what its folder says, loading and truncating it, capturing hidden states, writing its head.
+
+Nothing here knows a model family by name. `folder`: config, layer ids, fingerprints, hub names. `model`: load,
+truncate, capture. `probe`: does this architecture need an attention mask in padded batches? `head`: what training needs
+of a target.
+"""
+
+from dflash_tool.target.folder import (
+    TargetFolder,
+    check_layers,
+    config_fingerprint,
+    default_layers,
+    head_bytes,
+    open_target,
+    weights_fingerprint,
+)
+from dflash_tool.target.head import write_head
+from dflash_tool.target.model import Captured, TargetModel, compute_dtype, resolve_device
+
+__all__ = [
+    "Captured",
+    "TargetFolder",
+    "TargetModel",
+    "check_layers",
+    "compute_dtype",
+    "config_fingerprint",
+    "default_layers",
+    "head_bytes",
+    "open_target",
+    "resolve_device",
+    "weights_fingerprint",
+    "write_head",
+]
