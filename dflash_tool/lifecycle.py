@@ -22,18 +22,25 @@ from dflash_tool.errors import StoreError
 from dflash_tool.planning import ExtractionPlan, bucket_edges, make_plan, prepare_samples
 from dflash_tool.resolving import Resolved
 from dflash_tool.schemas.manifest import Manifest, RunSummary
+from dflash_tool.store.checksums import write_checksums
 from dflash_tool.store.disk import check_room
 from dflash_tool.store.files import TEMP_PREFIX, disk_errors, replace_file
-from dflash_tool.store.layout import HEAD, MANIFEST, SAMPLES
+from dflash_tool.store.layout import CHECKSUMS, CONFIG, HEAD, MANIFEST, SAMPLES
 from dflash_tool.store.lock import LOCK
-from dflash_tool.store.manifest import check_same_settings, read_manifest, write_manifest
+from dflash_tool.store.index import read_attributes
+from dflash_tool.store.manifest import (
+    DamagedManifestError,
+    check_same_settings,
+    read_manifest,
+    settings_fingerprint,
+    write_manifest,
+)
 from dflash_tool.store.recover import drop_shards, read_index, recover
 from dflash_tool.store.samples import Samples
 from dflash_tool.store.scan import scan
 from dflash_tool.store.verify import bytes_to_verify, verify
 from dflash_tool.telemetry import ExtractTelemetry
 
-CONFIG = "extract.yaml"
 # Settings that samples.arrow depends on; with these equal it is used as it is.
 _PREPARED_BY = {
     "tokenizer", "template", "template_args", "turns", "data", "max_length", "overlength", "mask_token_id",
@@ -56,7 +63,8 @@ class OpenStore:
     @property
     def finished(self) -> Manifest | None:
         """The manifest of a complete store of which nothing is missing, else None."""
-        if self.earlier is None or not self.earlier.complete:
+        root = self.plan.resolved.config.out
+        if self.earlier is None or not self.earlier.complete or not _has_all_parts(root):
             return None
         return self.earlier if int(self.held.sum()) + len(self.earlier.quarantined) == len(self.held) else None
 
@@ -69,7 +77,7 @@ def check_out(out: Path) -> None:
         raise StoreError(f"--out: {out} is a file; give a new folder, or a store to go on with")
     names = {entry.name for entry in out.iterdir()}
     foreign = {name for name in names - {SAMPLES, LOCK} if not name.startswith(TEMP_PREFIX)}
-    if foreign and MANIFEST not in names:
+    if foreign and MANIFEST not in names and not (out / SAMPLES).is_file():
         raise StoreError(
             f"--out: {out} holds something else ({', '.join(sorted(foreign)[:3])}) and no {MANIFEST}; give a new or "
             "empty folder, or a store to go on with"
@@ -83,17 +91,41 @@ def open_store(resolved: Resolved, telemetry: ExtractTelemetry) -> OpenStore:
     """
     root = resolved.config.out
     telemetry.stage("looking at the store")
-    earlier = read_manifest(root) if (root / MANIFEST).exists() else None
-    fixed = earlier is not None and (earlier.complete or bool(scan(root).committed))
+    earlier = _earlier_manifest(root)
+    fixed = bool(scan(root).committed) or (earlier is not None and earlier.complete)
     if earlier is not None and fixed:
         check_same_settings(root, earlier, earlier.model_copy(update=resolved.settings))
         _drop_damaged(root, telemetry, rehash=resolved.config.verify)
-    recovered = recover(root, earlier.layers if earlier else resolved.layers)
     job = _plan_in(root, resolved, telemetry, earlier, fixed=fixed)
+    if earlier is None and fixed:
+        write_manifest(root, _adopt(root, job.manifest))
+        _drop_damaged(root, telemetry, rehash=resolved.config.verify)
+    recovered = recover(root, earlier.layers if earlier else resolved.layers)
     held = recovered.index.find(job.samples.sample_ids) >= 0
     if int(held.sum()) != len(recovered.index):
         raise StoreError(f"{root}: its shards hold samples that {SAMPLES} doesn't: run `dflash stats {root} --verify`")
     return OpenStore(plan=job, held=held, earlier=earlier, removed=recovered.removed)
+
+
+def _earlier_manifest(root: Path) -> Manifest | None:
+    """The manifest of the run before; None where there is none, or one so damaged that it is made again."""
+    try:
+        return read_manifest(root) if (root / MANIFEST).exists() else None
+    except DamagedManifestError:
+        return None
+
+
+def _adopt(root: Path, manifest: Manifest) -> Manifest:
+    """The manifest made again for shards that lost theirs. StoreError if they say that they had other settings."""
+    ours = settings_fingerprint(manifest)
+    for name in scan(root).committed:
+        theirs = read_attributes(root, name).get("dflash_settings")
+        if theirs != ours:
+            raise StoreError(
+                f"{root} has no readable {MANIFEST}, and its shard {name} was made with other settings than this run's; "
+                "run again with the settings of the store, or choose another --out"
+            )
+    return manifest
 
 
 def _plan_in(
@@ -130,11 +162,19 @@ def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool) -> N
 
     damage = list(verify(root, rehash=rehash, progress=progress))
     drop_shards(root, {found.shard for found in damage if found.shard is not None})
+    paths = {found.path for found in damage}
+    lost_sums = root / CHECKSUMS in paths  # then nothing that it lists can be trusted
     with disk_errors(root, "remove damaged files in"):
-        if any((root / HEAD) in found.path.parents for found in damage):
-            shutil.rmtree(root / HEAD)
-        if any(found.path == root / SAMPLES for found in damage):
+        if lost_sums or any(root / HEAD in path.parents for path in paths):
+            shutil.rmtree(root / HEAD, ignore_errors=True)
+        if lost_sums or root / SAMPLES in paths:
             (root / SAMPLES).unlink(missing_ok=True)
+        if lost_sums or root / CONFIG in paths:
+            (root / CONFIG).unlink(missing_ok=True)
+
+
+def _has_all_parts(root: Path) -> bool:
+    return (root / HEAD).is_dir() and (root / CHECKSUMS).is_file() and (root / CONFIG).is_file()
 
 
 def join_store(resolved: Resolved) -> OpenStore:
@@ -154,12 +194,13 @@ def begin(store: OpenStore) -> None:
     lengths = plan.samples.lengths.astype(np.int64)
     left = 1 - int(lengths[store.held].sum()) / int(lengths.sum())
     check_room(root, int((plan.disk.shards + plan.disk.index) * left) + plan.disk.head)
-    write_manifest(root, plan.manifest)
     settings = plan.resolved.config.model_dump(mode="json", exclude_none=True)
     settings |= {name: plan.resolved.settings[name] for name in ("max_length", "batch_tokens", "mask_token_id")}
     settings |= {"layers": list(plan.manifest.layer_ids), "dtype": plan.manifest.target.dtype}
     with disk_errors(root, "write"):
         replace_file(root / CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
+    write_checksums(root, root / CONFIG, *([root / SAMPLES] if plan.prepared else []))
+    write_manifest(root, plan.manifest)
 
 
 def complete(plan: ExtractionPlan, run: RunSummary, quarantined: Sequence[int]) -> Manifest:

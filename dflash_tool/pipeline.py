@@ -116,7 +116,7 @@ def _extract(resolved: Resolved, ranks: Ranks, telemetry: ExtractTelemetry, guar
         targets = _load_targets(resolved, telemetry, write_head=ranks.rank == 0)
         ranks.barrier()  # from here on shards are committed: everybody has seen what was held
         summary, quarantined = _run(store, targets, ranks, telemetry, guards)
-        manifest, run = _finish(store.plan, ranks, summary, quarantined)
+        manifest, run = _finish(store.plan, store.earlier, ranks, summary, quarantined)
     return ExtractResult(
         store=resolved.config.out,
         manifest=manifest,
@@ -128,13 +128,15 @@ def _extract(resolved: Resolved, ranks: Ranks, telemetry: ExtractTelemetry, guar
 
 
 def _finish(
-    job: ExtractionPlan, ranks: Ranks, summary: RunSummary, quarantined: list[int]
+    job: ExtractionPlan, earlier: Manifest | None, ranks: Ranks, summary: RunSummary, quarantined: list[int]
 ) -> tuple[Manifest, RunSummary]:
     """Rank 0 adds up what the ranks report and completes the store; the others return what they did themselves."""
     reports = ranks.gather({"run": summary.model_dump(), "quarantined": quarantined})
     if not reports:
         return job.manifest, summary
     total = _sum_up([RunSummary(**report["run"]) for report in reports])
+    if not total.samples and earlier is not None and earlier.run is not None:
+        total = earlier.run  # nothing but the head or the manifest was made again
     manifest = complete(job, total, [row for report in reports for row in report["quarantined"]])
     ranks.finish()
     return manifest, total
@@ -185,7 +187,7 @@ def _load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head
             if temporary is not None:
                 resolved.tokenizer.save_pretrained(temporary)
                 temporary.rename(root / HEAD)
-        write_checksums(root)
+        write_checksums(root, *([root / HEAD] if temporary else []))
     return targets
 
 

@@ -48,14 +48,14 @@ def small_tokenizer() -> "PreTrainedTokenizerFast":
 SLIDING = {"sliding_window": 8}  # far shorter than the samples
 HALF_SLIDING = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"] * 3}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-# What each family's config has beside the common sizes; names that start with ":" are variants of one architecture.
+# What each family's config has beside the common sizes; what follows a ":" is a variant of one architecture.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
     "mistral": SLIDING,
     "qwen2": {**HALF_SLIDING, "use_sliding_window": True},
     "qwen3_moe": EXPERTS,
-    "gemma2": {**HALF_SLIDING, "query_pre_attn_scalar": 16},
+    "gemma2": {**HALF_SLIDING, "query_pre_attn_scalar": 16, "final_logit_softcapping": None},
     "gemma3_text": {**HALF_SLIDING, "query_pre_attn_scalar": 16},
     "gemma3_text:bidirectional": {**HALF_SLIDING, "use_bidirectional_attention": True},
     "phi": {},
@@ -77,6 +77,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 NESTED = {"gemma3": "gemma3_text", "llava": "llama"}  # a vision tower beside a text config
+
+
+@pytest.fixture(params=[*FAMILIES, *NESTED])
+def any_family(request: pytest.FixtureRequest) -> str:
+    """Each family that `random_target` can make."""
+    family: str = request.param
+    return family
 
 
 @pytest.fixture(scope="session")

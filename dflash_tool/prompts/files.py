@@ -5,6 +5,7 @@ see `json_files` and `parquet_files`.
 """
 
 import gzip
+import io
 import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from dflash_tool.prompts.json_files import Position, Stream, looks_like_array, r
 from dflash_tool.prompts.parquet_files import read_parquet
 
 _HEAD_BYTES = 1 << 16
+_BUFFER_BYTES = 1 << 17
 _PARQUET = b"PAR1"
 _GZIP = b"\x1f\x8b"
 # Not read, but known, so that the message can say what it is.
@@ -39,7 +41,8 @@ def read_entries(path: Path, columns: Collection[str]) -> Iterator[Entry]:
             if head.startswith(_PARQUET):
                 yield from read_parquet(path, file, columns)
             elif head.startswith(_GZIP):
-                with gzip.GzipFile(fileobj=file) as unpacked:
+                # GzipFile itself hands out lines slowly.
+                with io.BufferedReader(gzip.GzipFile(fileobj=file), _BUFFER_BYTES) as unpacked:
                     yield from _read_json(path, unpacked, file.tell)
             else:
                 yield from _read_json(path, file, file.tell)

@@ -8,13 +8,12 @@ what is done: at most a block and twice the largest element are in memory, each 
 twice at most. Where it stops being JSON nobody can tell the rows that follow, so that is an error, not a row.
 """
 
-import gzip
 import io
 import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from dflash_tool.errors import DataError
 from dflash_tool.prompts.entries import Entry
@@ -25,7 +24,7 @@ _BLOCK_CHARACTERS = 1 << 20
 _LONGEST_WORD = 16
 _BLANKS = re.compile(r"[ \t\n\r]*")
 Position = Callable[[], int]
-Stream = io.BufferedReader | gzip.GzipFile
+Stream: TypeAlias = "io.BufferedReader[Any]"
 
 
 def read_lines(path: Path, stream: Stream, position: Position) -> Iterator[Entry]:
@@ -71,19 +70,20 @@ def looks_like_array(head: bytes) -> bool:
 
 def read_array(path: Path, stream: Stream, position: Position) -> Iterator[Entry]:
     """A value for each element. Raises `DataError`, naming row and line, where it stops being a JSON array."""
-    array = _Array(path, io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
-    array.take("[", "'['")
-    more = array.peek() != "]"
-    while more:
-        array.row += 1
-        source = f"{path}:{array.row}"
-        yield Entry(source, array.value(source), position())
-        more = array.peek() == ","
-        if more:
-            array.take(",", "','")
-    array.take("]", "',' or ']'")
-    if array.peek():
-        raise array.fault(f"something follows the array's end: {array.rest()!r}")
+    with io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
+        array = _Array(path, file)
+        array.take("[", "'['")
+        more = array.peek() != "]"
+        while more:
+            array.row += 1
+            source = f"{path}:{array.row}"
+            yield Entry(source, array.value(source), position())
+            more = array.peek() == ","
+            if more:
+                array.take(",", "','")
+        array.take("]", "',' or ']'")
+        if array.peek():
+            raise array.fault(f"something follows the array's end: {array.rest()!r}")
 
 
 class _Array:
@@ -120,8 +120,9 @@ class _Array:
             except RecursionError:
                 raise self.fault("nested too deeply") from None
             except json.JSONDecodeError as error:
-                cut_off = error.msg.startswith("Unterminated string") or self._near_end(error.pos)
-                if self._ended or not cut_off:
+                open_string = error.msg.startswith("Unterminated string")
+                if self._ended or not (open_string or self._near_end(error.pos)):
+                    cut_off = open_string or error.pos >= len(self._text)
                     said = "the file ends in the middle of it" if cut_off else error.msg
                     raise self.fault(said, error.pos) from None
             else:

@@ -28,7 +28,7 @@ class Reason(StrEnum):
     ID_NEGATIVE = "negative token id"
     ID_BEYOND_VOCABULARY = "token id beyond the vocabulary"
     MASK_NOT_BINARY = "mask not 0/1"
-    MASK_TOKEN = "contains the mask token"  # noqa: S105 - a reason, no password
+    MASK_TOKEN = "contains the mask token"
     TOO_LONG = "too long"
     NO_ANCHOR = "no anchor"
     NO_ANCHOR_AFTER_CUT = "no anchor within the maximum length"

@@ -6,8 +6,8 @@ slips in between, and opens that gate alone. Hence no herds, no lost wake-ups, a
 among gets and among puts.
 
 - A put of the item that a take waits for goes straight to it, and needs no room.
-- Puts wait in order of arrival. One whose bucket is full does not hold up other buckets; one that lacks
-  bytes holds up all that came later, so that a big item is not starved by small ones.
+- Puts wait in order of arrival. One whose bucket is full does not hold up other buckets; one that
+  lacks nothing but bytes holds up all that came later, so that small items do not starve a big one.
 
 Invariants: a get waits only while the queue is empty, a put only while it is not (so never both); a take of i
 waits only while i is neither in the queue nor brought by a waiting put; each item is handed out exactly once.
@@ -238,8 +238,8 @@ class BucketedHSQueue(Generic[T]):
             if self._policy.try_put(waiter.item):
                 del self._putters[waiter.item.index]
                 self._end_put(waiter)
-            elif self._policy.lacks_bytes(waiter.item):
-                return
+            elif self._policy.has_place(waiter.item.bucket):
+                return  # it lacks bytes: nobody passes it
 
     def _serve_getters(self) -> None:
         while self._getters and (item := self._policy.try_get()) is not None:

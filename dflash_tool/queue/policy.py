@@ -85,17 +85,16 @@ class BucketPolicy(Generic[T]):
         if item.index in self._bucket_of:
             raise ValueError(f"hidden-state queue: an item of index {item.index} is in the queue already")
 
-    def lacks_bytes(self, item: Item[T]) -> bool:
-        """Say whether the bound in bytes keeps ``item`` out now."""
-        return self.max_bytes is not None and self.nbytes + item.nbytes > self.max_bytes
+    def has_place(self, bucket: int) -> bool:
+        """Say whether the bound in items lets one more into ``bucket`` now."""
+        return self.max_items_per_bucket is None or len(self._fifos.get(bucket, ())) < self.max_items_per_bucket
 
     def try_put(self, item: Item[T]) -> bool:
         """Add ``item`` at the end of its bucket if the bounds allow it now. Raises what ``check`` raises."""
         self.check(item)
-        bound = self.max_items_per_bucket
-        if bound is not None and len(self._fifos.get(item.bucket, ())) >= bound:
+        if not self.has_place(item.bucket):
             return False
-        if self.lacks_bytes(item):
+        if self.max_bytes is not None and self.nbytes + item.nbytes > self.max_bytes:
             return False
         self._insert(item)
         return True

@@ -1,6 +1,6 @@
 """`checksums.json`: size and XXH3-128 of the root's files that have no hash of their own.
 
-These are `samples.arrow` and everything under `head/`. The document is canonical JSON, so that no byte of it
+These are `samples.arrow`, `extract.yaml` and everything under `head/`. The document is canonical JSON, so that no byte of it
 can change unseen either.
 """
 
@@ -13,7 +13,7 @@ import xxhash
 
 from dflash_tool.errors import StoreError
 from dflash_tool.store.files import disk_errors, read_regular, replace_file
-from dflash_tool.store.layout import CHECKSUMS, HEAD, SAMPLES
+from dflash_tool.store.layout import CHECKSUMS, CONFIG, HEAD, SAMPLES
 
 _LIMIT_BYTES = 1 << 24
 _BLOCK_BYTES = 1 << 22
@@ -35,7 +35,7 @@ def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> dict
 
 def listed_files(root: Path) -> list[Path]:
     """The files that `checksums.json` covers, as they lie there now; links are refused."""
-    paths = [root / SAMPLES] if (root / SAMPLES).is_file() else []
+    paths = [root / name for name in (SAMPLES, CONFIG) if (root / name).is_file()]
     for path in sorted((root / HEAD).rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise StoreError(f"{path} is no regular file; a store holds no links: copy the file there")
@@ -44,11 +44,28 @@ def listed_files(root: Path) -> list[Path]:
     return paths
 
 
-def write_checksums(root: Path) -> None:
-    """Hash `samples.arrow` and `head/` as they are now; to be called whenever one of them was written."""
+def write_checksums(root: Path, *written: Path) -> None:
+    """Hash what was just written: files, or folders with all that is in them.
+
+    What was listed before and isn't named keeps its entry, so that damage is never taken for the truth.
+    """
     with disk_errors(root / CHECKSUMS, "write"):
-        sums = {path.relative_to(root).as_posix(): hash_file(path) for path in listed_files(root)}
+        before = _listed(root)
+        sums = {}
+        for path in listed_files(root):
+            name = path.relative_to(root).as_posix()
+            new = name not in before or path in written or any(parent in written for parent in path.parents)
+            sums[name] = hash_file(path) if new else before[name]
         replace_file(root / CHECKSUMS, _canonical(sums))
+
+
+def _listed(root: Path) -> dict[str, Any]:
+    """The entries of `checksums.json`; none where it is missing or damaged."""
+    try:
+        sums = json.loads(read_regular(root / CHECKSUMS, _LIMIT_BYTES))
+    except (OSError, StoreError, ValueError):
+        return {}
+    return sums if isinstance(sums, dict) else {}
 
 
 def check_checksums(root: Path, progress: Callable[[int], None] | None = None) -> Iterator[tuple[Path, str]]:

@@ -28,6 +28,7 @@ CHUNK_ROWS = 64
 MANIFEST = "manifest.json"
 SAMPLES = "samples.arrow"
 CHECKSUMS = "checksums.json"
+CONFIG = "extract.yaml"
 HEAD = "head"
 # bfloat16 has no stable zarr type, nor a numpy one: its bits are kept as uint16.
 NUMPY_DTYPE: dict[StoreDtype, np.dtype[Any]] = {

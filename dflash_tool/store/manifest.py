@@ -21,6 +21,10 @@ _LIMIT_BYTES = 1 << 30
 _CHECKSUM = "xxh3"
 
 
+class DamagedManifestError(StoreError):
+    """`manifest.json` isn't as it was written; `extract` with the same settings makes it again."""
+
+
 class Difference(NamedTuple):
     """One setting that differs: its name in the manifest, the option that sets it, both values."""
 
@@ -136,5 +140,5 @@ def _checksum(fields: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(canonical.encode())
 
 
-def _damaged(path: Path, what: str) -> StoreError:
-    return StoreError(f"{path} is damaged: {what}; restore a copy, or extract again into another folder")
+def _damaged(path: Path, what: str) -> DamagedManifestError:
+    return DamagedManifestError(f"{path} is damaged: {what}; restore a copy, or extract again into another folder")

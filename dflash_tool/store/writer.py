@@ -145,8 +145,8 @@ class ShardWriter:
                 for layer, data in zip(self.layers, layers_bytes, strict=True):
                     write_all(shard.files[layer], data)
                     self.counters.bytes_written += data.nbytes
-                for held, added in zip(shard.hashes, hashes, strict=True):
-                    held += added
+                for layer_hashes, added in zip(shard.hashes, hashes, strict=True):
+                    layer_hashes.extend(added)
         except BaseException:
             self._drop(bucket)
             raise

@@ -1,8 +1,8 @@
 """The target LLM: what its folder says, loading and truncating it, capturing hidden states, writing its head.
 
-Nothing here knows a model family by name. `folder`: config, layer ids, fingerprints, hub names. `model`: load,
-truncate, capture. `probe`: does this architecture need an attention mask in padded batches? `head`: what training needs
-of a target.
+Nothing here knows a model family by name. `folder`: config, layer ids, fingerprints, hub names. `loading`: devices,
+dtypes, weights. `decoder`: where in the model are decoder, layers, final norm? `probe`: does it need an attention mask
+in padded batches? `model`: truncate and capture. `head`: what training needs of a target.
 """
 
 from dflash_tool.target.folder import (
@@ -15,7 +15,8 @@ from dflash_tool.target.folder import (
     weights_fingerprint,
 )
 from dflash_tool.target.head import write_head
-from dflash_tool.target.model import Captured, TargetModel, compute_dtype, resolve_device
+from dflash_tool.target.loading import compute_dtype, resolve_device
+from dflash_tool.target.model import Captured, TargetModel
 
 __all__ = [
     "Captured",

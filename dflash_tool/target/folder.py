@@ -101,7 +101,8 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise TargetError(
-            f"{missing}, and no such model on the Hugging Face hub (a private one needs `hf auth login`); check --target"
+            f"{missing}, and no such model on the Hugging Face hub (a private one needs `hf auth "
+            "login`); check --target"
         ) from error
     except LocalEntryNotFoundError as error:
         raise TargetError(

@@ -1,4 +1,4 @@
-"""What training needs of a target: its embedding, LM head and final norm, found in the loaded model and written down."""
+"""What training needs of a target: its embedding, LM head and final norm, found in the loaded model."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The target on a device: load it, keep the layers up to the deepest wanted one, capture hidden states.
+"""The target on a device: keep the layers up to the deepest wanted one, capture hidden states.
 
 Forward hooks read what each chosen layer puts out: the residual stream after layer k, never normed (transformers'
 `hidden_states[k + 1]`); "final" is the last layer's. Layers beyond the deepest chosen one are dropped after loading and
@@ -11,8 +11,11 @@ of that switch. A batch that does not fit the device's memory is run in halves.
 Shapes: B samples a batch, S padded length, T real tokens of a batch, H hidden size.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +24,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dflash_tool.errors import ConfigError, TargetError
-from dflash_tool.schemas.config import ComputeDtype, LayerId, StoreDtype
+from dflash_tool.errors import TargetError
+from dflash_tool.schemas.config import LayerId, StoreDtype
 from dflash_tool.target.decoder import find_decoder, layer_output
 from dflash_tool.target.folder import TargetFolder
 from dflash_tool.target.head import write_head
+from dflash_tool.target.loading import DTYPES, cast, load_weights
 from dflash_tool.target.probe import needs_mask
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What allocators say when they raise a plain RuntimeError: the CPU's, CUDA's own libraries.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device, otherwise the CPU. ConfigError for what torch doesn't have here."""
-    if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--target-device: {name!r} is not a device here: {error}") from error
-    return device
-
-
-def compute_dtype(dtype: ComputeDtype, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 on CUDA, float32 on the CPU (where bfloat16 is slower)."""
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return _DTYPES[dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +82,7 @@ class TargetModel:
         self.layers = tuple(layers)
         self.device = device
         self.halvings = 0
-        self._store_dtype = _DTYPES[store_dtype]
+        self._store_dtype = DTYPES[store_dtype]
         text: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
         self._switch = _rope_switch(text)
         index = {layer: text.num_hidden_layers - 1 if layer == "final" else layer for layer in self.layers}
@@ -106,15 +90,15 @@ class TargetModel:
         decoder = find_decoder(model)
         decoder.truncate(deepest)
         self._decoder, modules = decoder.module, decoder.layers
-        _cast(self._decoder, dtype)
+        cast(self._decoder, dtype)
         self._place()
         self.masked = needs_mask(self._decoder, modules[deepest], vocab_size=text.vocab_size, device=device)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = _side_stream(device)
         self._rows: Tensor | None = None
         self._sums: Tensor | None = None
         self._states: dict[LayerId, Tensor] = {}
         for layer in self.layers:
-            modules[index[layer]].register_forward_hook(self._hook(layer))
+            modules[index[layer]].register_forward_hook(partial(self._keep, layer))
 
     @classmethod
     def load(
@@ -133,10 +117,19 @@ class TargetModel:
         layers: decoder layers' ids, and "final" for the last layer's output before the final norm.
         Raises TargetError for weights that can't be loaded or are not all there, and for architectures that don't fit.
         """
-        model = _load(target, trust_remote_code)
+        model = load_weights(target, trust_remote_code)
         if head is not None:
             write_head(model, target, head)
         return cls(model, layers=layers, device=device, dtype=dtype, store_dtype=store_dtype)
+
+    def replica(self) -> "TargetModel":
+        """Another target on the same device and weights, for another thread; all other state is its own."""
+        shared: dict[int, Any] = {id(parameter): parameter for parameter in self._decoder.parameters()}
+        if self._side is not None:
+            shared[id(self._side)] = _side_stream(self.device)
+        other = copy.deepcopy(self, shared)  # its hooks are bound to `other`
+        other.halvings = 0
+        return other
 
     def capture(
         self, input_ids: NDArray[np.int64], lengths: NDArray[np.int64], keep: NDArray[np.bool_] | None = None
@@ -164,7 +157,7 @@ class TargetModel:
             return [batch]
         cuts = np.flatnonzero(np.diff(batch.lengths > self._switch)) + 1
         bounds = [0, *cuts.tolist(), len(batch.lengths)]
-        return [batch.part(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        return [batch.part(start, stop) for start, stop in pairwise(bounds)]
 
     def _halved_until_it_fits(self, batch: _Batch) -> list[Captured]:
         try:
@@ -172,7 +165,7 @@ class TargetModel:
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
-            reason = str(error)
+            first_line = str(error).partition("\n")[0]
         # Outside the handler: its traceback held what the forward had allocated.
         self._states.clear()
         self._rows = self._sums = None
@@ -181,8 +174,8 @@ class TargetModel:
         count = len(batch.lengths)
         if count == 1:
             raise TargetError(
-                f"a sample of {batch.lengths[0]:,} tokens does not fit the memory of {self.device}, even alone: choose a "
-                f"smaller --max-length or --dtype, or a device with more free memory ({reason.splitlines()[0]})"
+                f"a sample of {batch.lengths[0]:,} tokens does not fit the memory of {self.device}, even alone: "
+                f"choose a smaller --max-length or --dtype, or a device with more free memory ({first_line})"
             )
         self.halvings += 1
         middle = count // 2
@@ -204,9 +197,7 @@ class TargetModel:
         if self.masked:
             real = np.arange(width) < batch.lengths[:, None]
             mask = torch.from_numpy(real.astype(np.int64)).to(self.device)
-        self._decoder(
-            input_ids=torch.from_numpy(batch.input_ids).to(self.device), attention_mask=mask, use_cache=False
-        )
+        self._decoder(input_ids=torch.from_numpy(batch.input_ids).to(self.device), attention_mask=mask, use_cache=False)
         if self._side is not None:
             self._side.synchronize()
         states = {layer: self._states.pop(layer) for layer in self.layers}
@@ -217,20 +208,18 @@ class TargetModel:
             finite[np.repeat(np.arange(len(kept)), lengths)[suspects[bad].numpy()]] = False
         return Captured(states={layer: _to_numpy(part) for layer, part in states.items()}, finite=finite)
 
-    def _hook(self, layer: LayerId) -> Any:
-        def keep(module: nn.Module, _inputs: Any, output: Any) -> None:
-            states = layer_output(module, output)
-            flat = states.reshape(-1, states.shape[-1])
-            # Fresh memory either way: whatever follows may write into the layer's output.
-            if self._rows is None:
-                real = flat.to(self._store_dtype, copy=True)
-            else:
-                real = flat.to(self._store_dtype).index_select(0, self._rows)
-            assert self._sums is not None  # noqa: S101 - hooks run inside `_forward`
-            self._sums += real.sum(dim=1, dtype=torch.float32)
-            self._states[layer] = self._to_host(real)
-
-        return keep
+    def _keep(self, layer: LayerId, module: nn.Module, _inputs: Any, output: Any) -> None:
+        """The hook of a chosen layer: its real rows in the store's dtype, on their way to the CPU."""
+        states = layer_output(module, output)
+        flat = states.reshape(-1, states.shape[-1])
+        # Fresh memory either way: whatever follows may write into the layer's output.
+        if self._rows is None:
+            real = flat.to(self._store_dtype, copy=True)
+        else:
+            real = flat.to(self._store_dtype).index_select(0, self._rows)
+        assert self._sums is not None
+        self._sums += real.sum(dim=1, dtype=torch.float32)
+        self._states[layer] = self._to_host(real)
 
     def _to_host(self, real: Tensor) -> Tensor:
         """On CUDA: copied on a side stream while the next layers run; complete once that stream is synchronised.
@@ -260,33 +249,8 @@ class TargetModel:
             ) from error
 
 
-def _load(target: TargetFolder, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - slow to import
-    from transformers.utils import logging  # noqa: PLC0415
-
-    # Some models are known under a multimodal class alone; what is captured is their text decoder.
-    kind = type(target.config)
-    multimodal = kind not in AutoModelForCausalLM._model_mapping and kind in AutoModelForImageTextToText._model_mapping  # noqa: SLF001
-    loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    logging.disable_progress_bar()  # the panel shows that the target is loading
-    logging.set_verbosity_error()  # it advises masks, which `probe` decides about, and reports missing weights, as we do
-    try:
-        model, info = loader.from_pretrained(
-            target.path,
-            dtype="auto",
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
-    except Exception as error:  # files, missing packages, a model's own code
-        raise TargetError(f"{target.path}: transformers can't load these weights: {error}") from error
-    if missing := sorted(info["missing_keys"]):
-        raise TargetError(
-            f"{target.path}: {len(missing)} tensors of {type(model).__name__} are not in its safetensors files "
-            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}): they would be random; is the "
-            "download complete, and this the model's own config.json?"
-        )
-    return model.eval()
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _rope_switch(text: Any) -> int | None:
@@ -296,26 +260,6 @@ def _rope_switch(text: Any) -> int | None:
         if rope.get("rope_type") == "longrope":
             return int(rope["original_max_position_embeddings"])
     return None
-
-
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and saved buffers; computed buffers (rope's inverse frequencies) stay in float32.
-
-    So do parameters that transformers kept in float32 inside a model of lower precision (a router's bias).
-    """
-    own = next(module.parameters()).dtype
-    for name, parameter in module.named_parameters():
-        if parameter.dtype not in _DTYPES.values():
-            raise TargetError(
-                f"this target's weights are quantised ({name} is {parameter.dtype}): not supported; convert them to "
-                "bfloat16 and save them with `save_pretrained`"
-            )
-        if parameter.dtype == own or dtype == torch.float32:
-            parameter.data = parameter.data.to(dtype)
-    saved: Mapping[str, Tensor] = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if name in saved and buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -9,9 +9,12 @@ something. What decides is the property itself: two forwards of the same real to
 - they differ, and with the 2-D mask (1 = real) they are equal: every batch gets the mask;
 - they differ still: refused.
 
-"Equal" is the median over the rows of |a - b| / |b| within a quarter of the square root of the dtype's precision. Dense causal
-models give 0; experts see other groups of tokens and so round otherwise; attention to the padding gives far more.
+"Equal": the median over the rows of |a - b| / |b| is within a quarter of the square root of the dtype's precision.
+Dense causal models give 0; experts see other groups of tokens and so round otherwise; attention to the padding gives
+far more.
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +48,7 @@ def needs_mask(decoder: nn.Module, layer: nn.Module, *, vocab_size: int, device:
 
 
 def _tolerance(decoder: nn.Module) -> float:
-    return 0.25 * torch.finfo(next(decoder.parameters()).dtype).eps ** 0.5
+    return 0.25 * math.sqrt(torch.finfo(next(decoder.parameters()).dtype).eps)
 
 
 def _difference(decoder: nn.Module, layer: nn.Module, ids: Tensor, mask: Tensor | None) -> float:

@@ -318,7 +318,7 @@ def test_missing_file_is_found_before_any_work(tmp_path: Path) -> None:
 
 ROWS = st.lists(
     st.one_of(
-        st.sampled_from(["", "{", "[]", '{"a": 1}']),
+        st.sampled_from(["", "{", "7", '{"a": 1}']),
         st.tuples(st.sampled_from(["q", " ", ""]), st.sampled_from(["", "a", "b c", "<|mask|>", "x" * 60])).map(
             lambda pair: {"messages": chat(*pair)}
         ),

@@ -36,6 +36,7 @@ class Call(threading.Thread):
         self.stage, self.act = stage, act
         self.state = "running"
         self.outcome: Any = None
+        self.waiter: Any = None
         self.interrupted = False  # its sleep is going to raise, as Ctrl-C does
         self.may_give_up = threading.Event()
         self.may_give_up.set()
@@ -87,8 +88,8 @@ def _waiting_calls_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def report_and_sleep(waiter: blocking._Waiter[Any]) -> None:
         call = threading.current_thread()
         if isinstance(call, Call) and not waiter.done:
+            call.waiter = waiter
             call.stage.events.put((call, "waits"))
-            call.waiter = waiter  # type: ignore[attr-defined]
         sleep(waiter)
         if isinstance(call, Call) and call.interrupted:
             assert call.may_give_up.wait(HANG)
@@ -164,15 +165,16 @@ class QueueMachine(RuleBasedStateMachine):
                     self.was_got(entry[0], want[1])
                     return True
         for new, call in self.putting:
+            if self.max_items is not None and self.sizes()[new.bucket] >= self.max_items:
+                continue
             if self.max_bytes is not None and sum(i.nbytes for i in self.items) + new.nbytes > self.max_bytes:
                 break
-            if self.max_items is None or self.sizes()[new.bucket] < self.max_items:
-                self.putting.remove((new, call))
-                self.items.append(new)
-                self.moment += 1
-                self.behind_since.setdefault(new.bucket, self.moment)
-                self.was_put(new, call)
-                return True
+            self.putting.remove((new, call))
+            self.items.append(new)
+            self.moment += 1
+            self.behind_since.setdefault(new.bucket, self.moment)
+            self.was_put(new, call)
+            return True
         for want in self.taking:
             for old in self.items:
                 if old.index == want[0]:
@@ -257,7 +259,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 20))
     def interrupt(self, choice: int) -> None:
         """As Ctrl-C does: the sleep of a waiting call raises."""
-        call: Any = self.waiting()[choice % len(self.waiting())]
+        call = self.waiting()[choice % len(self.waiting())]
         self.putting = [entry for entry in self.putting if entry[1] is not call]
         self.taking = [entry for entry in self.taking if entry[1] is not call]
         self.getting = [other for other in self.getting if other is not call]

@@ -1,12 +1,14 @@
 """Capture against a batch-of-one run of the whole model with transformers' own `output_hidden_states`."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dflash_tool.errors import ConfigError, TargetError
@@ -14,11 +16,13 @@ from dflash_tool.target import (
     TargetModel,
     check_layers,
     default_layers,
+    head_bytes,
     open_target,
     resolve_device,
     weights_fingerprint,
     write_head,
 )
+from dflash_tool.target.loading import cast
 
 CPU = torch.device("cpu")
 LENGTHS = np.array([3, 40, 17, 40, 1])
@@ -136,6 +140,94 @@ def test_head_is_the_target_s(random_target: Callable[..., Path], tmp_path: Path
     torch.testing.assert_close(logits, out.logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(last.weight, whole.model.norm.weight)
     assert (tmp_path / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+class _Small:
+    """A decoder's forward that runs out of memory above `limit` padded tokens, as `error` says it."""
+
+    def __init__(self, target: TargetModel, limit: int, error: Exception) -> None:
+        self.forward, self.limit, self.error = target._decoder.forward, limit, error
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, **kwargs: Any) -> Any:
+        if kwargs["input_ids"].numel() > self.limit:
+            self.forward(**kwargs)  # hooks run: what they kept must go
+            raise self.error
+        self.shapes.append(tuple(kwargs["input_ids"].shape))
+        return self.forward(**kwargs)
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["cuda", "cpu"])
+def test_a_batch_that_does_not_fit_is_halved(
+    random_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    target = _load(random_target("qwen3"), (1, 3))
+    padded, _ = _batch()
+    keep = np.array([True, True, False, True, True])
+    whole = target.capture(padded, LENGTHS, keep)
+    small = _Small(target, 90, error)
+    monkeypatch.setattr(target._decoder, "forward", small)
+    parts = target.capture(padded, LENGTHS, keep)
+    assert small.shapes == [(2, 40), (1, 17), (2, 40)]
+    assert target.halvings == 2
+    assert parts.finite.tolist() == [True] * 4
+    for layer in (1, 3):
+        np.testing.assert_allclose(parts.states[layer], whole.states[layer], rtol=1e-5, atol=1e-5)
+    small.limit = 30
+    with pytest.raises(TargetError, match=r"a sample of 40 tokens does not fit .* even alone.*--max-length"):
+        target.capture(padded, LENGTHS)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(
+    random_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = _load(random_target("qwen3"), (1,))
+    monkeypatch.setattr(target._decoder, "forward", _Small(target, 0, RuntimeError("shape mismatch")))
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        target.capture(_batch()[0], LENGTHS)
+    assert target.halvings == 0
+
+
+def test_weights_that_are_not_all_there(random_target: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers would fill what is missing with random numbers."""
+    folder = shutil.copytree(random_target("qwen3"), tmp_path / "target")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(TargetError, match=r"1 tensors of Qwen3ForCausalLM are not in .*layers\.2\.mlp\.up_proj"):
+        _load(folder, (1,))
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(TargetError, match="can't load these weights"):
+        _load(folder, (1,))
+    with pytest.raises(TargetError, match="not a readable safetensors file"):
+        head_bytes(open_target(str(folder)))
+
+
+def test_quantised_weights_are_refused(random_target: Callable[..., Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_target("llama"))
+    weight = torch.zeros(48, 32, dtype=torch.int8)
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(TargetError, match=r"quantised .*int8"):
+        TargetModel(model, layers=(1,), device=CPU, dtype=torch.float32, store_dtype="float32")
+
+
+def test_what_transformers_keeps_in_float32_stays_so(random_target: Callable[..., Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_target("qwen3"), dtype=torch.bfloat16)
+    kept = model.model.layers[0].input_layernorm.weight
+    kept.data = kept.data.float()
+    cast(model, torch.float16)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert dtypes.pop("model.layers.0.input_layernorm.weight") == torch.float32
+    assert set(dtypes.values()) == {torch.float16}
+    cast(model, torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_default_layers_are_the_published_ones() -> None:

@@ -124,9 +124,10 @@ class WindowMachine(RuleBasedStateMachine):
         assert self.stage.events.empty()
         assert all(call.state == "waits" for call in self.line)
 
-    @rule(bucket=st.integers(0, 2), nbytes=st.integers(0, 20))
-    def acquire(self, bucket: int, nbytes: int) -> None:
+    @rule(bucket=st.integers(0, 2), tenths=st.integers(0, 11))
+    def acquire(self, bucket: int, tenths: int) -> None:
         self.steps += 1
+        nbytes = -(-self.limit * tenths // 10)
         call = self.stage.acquire(bucket, nbytes)
         if nbytes > self.limit:
             self.due.append((call, ConfigError))
@@ -302,6 +303,19 @@ def test_close_wakes_the_line_and_abort_beats_close() -> None:
     stage.window.close()
     with pytest.raises(ValueError, match="boom"):
         stage.window.acquire(0, 1)
+
+
+def test_an_interrupted_acquire_does_not_hold_up_those_behind_it() -> None:
+    stage = Stage(10, 5)
+    stage.window.acquire(0, 5)
+    big, small, too_big = stage.acquire(0, 10), stage.acquire(1, 2), stage.acquire(1, 4)
+    big.interrupted = True
+    big.sleeper._gate.release()
+    assert isinstance(stage.ended(big)[0], KeyboardInterrupt)
+    assert stage.ended(small) == [None]
+    assert too_big.state == "waits"
+    stage.window.release(0, 5)
+    assert stage.ended(too_big) == [None]
 
 
 def test_a_grant_to_an_interrupted_acquire_goes_to_the_next_in_line() -> None:
