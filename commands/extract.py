@@ -14,10 +14,15 @@ _INPUT, _TARGET, _SHAPE, _RUN = "Input", "Target", "Batches and memory", "Run"
 
 def extract(
     target: Annotated[
-        str | None, option(_INPUT, "Folder of the target LLM: config, safetensors, tokenizer.", metavar="FOLDER")
+        str | None, option(_INPUT, "The target LLM: a folder, or a name on the hub.", metavar="FOLDER|NAME")
     ] = None,
     data: Annotated[
-        list[Path] | None, option(_INPUT, "JSONL file of chats or ready tokens; repeatable.", metavar="FILE")
+        list[Path] | None,
+        option(
+            _INPUT,
+            "JSON lines, a JSON array (both may be gzipped) or Parquet; a file or a quoted pattern; repeatable.",
+            metavar="FILE",
+        ),
     ] = None,
     out: Annotated[Path | None, option(_INPUT, "The store to write, or to go on with.", metavar="STORE")] = None,
     max_length: Annotated[

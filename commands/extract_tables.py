@@ -53,11 +53,7 @@ def result_text(result: ExtractResult) -> RenderableType:
         ("target", _target(manifest)),
         ("samples", _samples(manifest) + held),
         *_data_notes(manifest),
-        (
-            "speed",
-            f"{run.real_tokens / run.seconds:,.0f} tokens/s over {duration(run.seconds)}, "
-            f"padding {share(1 - run.real_tokens / run.padded_tokens, 2)}",
-        ),
+        *([("speed", _speed(run))] if run.seconds and run.padded_tokens else []),
         *([("targets", _rates(run))] if len(run.targets) > 1 else []),
         (
             "in flight",
@@ -78,9 +74,14 @@ def result_text(result: ExtractResult) -> RenderableType:
         Text.assemble("Complete: ", where),
         facts(rows),
         *_skipped(result.plan),
-        *(Text(f"Note: {warning}", style="yellow") for warning in result.plan.warnings),
+        *(Text(f"Note: {warning}", style="yellow") for warning in result.notes),
         Text.assemble("Look at it: ", (f"dflash stats {result.store}", "bold")),
     )
+
+
+def _speed(run: RunSummary) -> str:
+    padding = share(1 - run.real_tokens / run.padded_tokens, 2)
+    return f"{run.real_tokens / run.seconds:,.0f} tokens/s over {duration(run.seconds)}, padding {padding}"
 
 
 def _rates(run: RunSummary) -> str:

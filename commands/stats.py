@@ -100,7 +100,7 @@ def stats_text(seen: "StoreStats") -> RenderableType:
             f"{share(target_padding(manifest), 2)} of the tokens the target computes (none is stored)",
         ),
     ]
-    if manifest.run:
+    if manifest.run and manifest.run.seconds:
         rows.append(
             (
                 "last run",

@@ -25,9 +25,9 @@ from dflash_tool.schemas.manifest import Manifest, RunSummary
 from dflash_tool.store.checksums import write_checksums
 from dflash_tool.store.disk import check_room
 from dflash_tool.store.files import TEMP_PREFIX, disk_errors, replace_file
+from dflash_tool.store.index import read_attributes
 from dflash_tool.store.layout import CHECKSUMS, CONFIG, HEAD, MANIFEST, SAMPLES
 from dflash_tool.store.lock import LOCK
-from dflash_tool.store.index import read_attributes
 from dflash_tool.store.manifest import (
     DamagedManifestError,
     check_same_settings,
@@ -51,22 +51,15 @@ _PREPARED_BY = {
 class OpenStore:
     """A store that a run can go on with.
 
-    held: [N] bool, the samples committed already; earlier: the manifest of the run before, if there was one;
-    removed: what was cleaned up, in words.
+    held: [N] bool, the samples committed already; earlier: the manifest of the run before, if there was one; finished:
+    nothing is missing, there is nothing to do; removed: what was cleaned up, in words.
     """
 
     plan: ExtractionPlan
     held: NDArray[np.bool_]
     earlier: Manifest | None
+    finished: bool
     removed: tuple[str, ...]
-
-    @property
-    def finished(self) -> Manifest | None:
-        """The manifest of a complete store of which nothing is missing, else None."""
-        root = self.plan.resolved.config.out
-        if self.earlier is None or not self.earlier.complete or not _has_all_parts(root):
-            return None
-        return self.earlier if int(self.held.sum()) + len(self.earlier.quarantined) == len(self.held) else None
 
 
 def check_out(out: Path) -> None:
@@ -104,7 +97,13 @@ def open_store(resolved: Resolved, telemetry: ExtractTelemetry) -> OpenStore:
     held = recovered.index.find(job.samples.sample_ids) >= 0
     if int(held.sum()) != len(recovered.index):
         raise StoreError(f"{root}: its shards hold samples that {SAMPLES} doesn't: run `dflash stats {root} --verify`")
-    return OpenStore(plan=job, held=held, earlier=earlier, removed=recovered.removed)
+    finished = (
+        earlier is not None
+        and earlier.complete
+        and int(held.sum()) + len(earlier.quarantined) == len(held)
+        and all((root / name).exists() for name in (HEAD, CHECKSUMS, CONFIG))
+    )
+    return OpenStore(plan=job, held=held, earlier=earlier, finished=finished, removed=recovered.removed)
 
 
 def _earlier_manifest(root: Path) -> Manifest | None:
@@ -122,8 +121,8 @@ def _adopt(root: Path, manifest: Manifest) -> Manifest:
         theirs = read_attributes(root, name).get("dflash_settings")
         if theirs != ours:
             raise StoreError(
-                f"{root} has no readable {MANIFEST}, and its shard {name} was made with other settings than this run's; "
-                "run again with the settings of the store, or choose another --out"
+                f"{root} has no readable {MANIFEST}, and its shard {name} was made with other settings than those of "
+                "this run; run again with the settings of the store, or choose another --out"
             )
     return manifest
 
@@ -148,7 +147,8 @@ def _plan_in(
 
 
 def _samples_fit(earlier: Manifest, now: Manifest) -> bool:
-    return all(getattr(earlier, name) == getattr(now, name) for name in _PREPARED_BY)
+    same_vocabulary = earlier.target.vocab_size == now.target.vocab_size
+    return same_vocabulary and all(getattr(earlier, name) == getattr(now, name) for name in _PREPARED_BY)
 
 
 def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool) -> None:
@@ -173,10 +173,6 @@ def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool) -> N
             (root / CONFIG).unlink(missing_ok=True)
 
 
-def _has_all_parts(root: Path) -> bool:
-    return (root / HEAD).is_dir() and (root / CHECKSUMS).is_file() and (root / CONFIG).is_file()
-
-
 def join_store(resolved: Resolved) -> OpenStore:
     """What rank 0 has opened and begun, seen from another rank. StoreError where this rank has other settings."""
     root = resolved.config.out
@@ -185,7 +181,7 @@ def join_store(resolved: Resolved) -> OpenStore:
     samples = Samples.open(root)
     plan = make_plan(resolved, samples, manifest.edges, earlier=manifest)
     held = read_index(root, manifest.layers).find(samples.sample_ids) >= 0
-    return OpenStore(plan=plan, held=held, earlier=manifest, removed=())
+    return OpenStore(plan=plan, held=held, earlier=manifest, finished=manifest.complete, removed=())
 
 
 def begin(store: OpenStore) -> None:

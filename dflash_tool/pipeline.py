@@ -7,7 +7,7 @@ in-flight window. The caller's thread is the shard writer; every other part has 
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,10 @@ from dflash_tool.window import InflightWindow
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractResult:
-    """A finished store. `held_samples` were there before this run; `run` is None when there was nothing to do."""
+    """A finished store. `held_samples` were there before this run; `run` is None when there was nothing to do.
+
+    removed: leftovers cleaned up; notes: what the user should know of the plan and the run.
+    """
 
     store: Path
     manifest: Manifest
@@ -47,6 +50,7 @@ class ExtractResult:
     run: RunSummary | None
     plan: ExtractionPlan
     removed: tuple[str, ...]
+    notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         """One JSON document: where the store is and what the run did."""
@@ -59,6 +63,7 @@ class ExtractResult:
             "skipped": self.manifest.skipped,
             "prepared": self.manifest.prepared,
             "removed_leftovers": list(self.removed),
+            "notes": list(self.notes),
             "run": self.run.model_dump() if self.run else None,
         }
 
@@ -106,17 +111,18 @@ class _Guards:
 def _extract(resolved: Resolved, ranks: Ranks, telemetry: ExtractTelemetry, guards: _Guards) -> ExtractResult:
     def open_and_begin() -> OpenStore:
         store = open_store(resolved, telemetry)
-        if store.finished is None:
+        if not store.finished:
             begin(store)
         return store
 
     store = ranks.first(open_and_begin) or join_store(resolved)
-    manifest, run = store.finished, None
-    if manifest is None:
+    manifest, run, notes = store.earlier, None, list(store.plan.warnings)
+    if manifest is None or not store.finished:
         targets = _load_targets(resolved, telemetry, write_head=ranks.rank == 0)
         ranks.barrier()  # from here on shards are committed: everybody has seen what was held
         summary, quarantined = _run(store, targets, ranks, telemetry, guards)
         manifest, run = _finish(store.plan, store.earlier, ranks, summary, quarantined)
+        notes += _notes(targets)
     return ExtractResult(
         store=resolved.config.out,
         manifest=manifest,
@@ -124,7 +130,16 @@ def _extract(resolved: Resolved, ranks: Ranks, telemetry: ExtractTelemetry, guar
         run=run,
         plan=store.plan,
         removed=store.removed,
+        notes=tuple(notes),
     )
+
+
+def _notes(targets: dict[str, TargetModel]) -> Iterator[str]:
+    for name, target in targets.items():
+        if target.halvings:
+            yield f"{name} ran out of memory and cut a batch in two {target.halvings} times: lower --batch-tokens"
+    if any(target.masked for target in targets.values()):
+        yield "this target's attention looks ahead: a drafter trained on its states would see what it is to predict"
 
 
 def _finish(

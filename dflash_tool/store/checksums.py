@@ -1,7 +1,7 @@
 """`checksums.json`: size and XXH3-128 of the root's files that have no hash of their own.
 
-These are `samples.arrow`, `extract.yaml` and everything under `head/`. The document is canonical JSON, so that no byte of it
-can change unseen either.
+These are `samples.arrow`, `extract.yaml` and everything under `head/`. The document is canonical JSON, so that no byte
+of it can change unseen either.
 """
 
 import json

@@ -15,10 +15,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +45,8 @@ from dflash_tool.store.layout import (
 from dflash_tool.store.scan import scan
 
 _SPARE_FILES = 256
+# Small enough to stay in the cache between hash and write; smaller writes make the page cache slow to read.
+_WRITE_BYTES = 4 << 20
 
 
 @dataclass
@@ -105,8 +105,6 @@ class ShardWriter:
         self.settings = settings
         self.counters = WriterCounters()
         self._clock = clock
-        # Hashing waits for memory as writing does; both leave the GIL alone, so they overlap.
-        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="store-hash")
         self._dtype: np.dtype[Any] = NUMPY_DTYPE[store_dtype]
         self._row_bytes = hidden_size * STORE_ITEMSIZE[store_dtype]
         self._open: dict[int, _OpenShard] = {}
@@ -140,13 +138,10 @@ class ShardWriter:
             if shard is None:
                 shard = self._start_shard(bucket)
             with disk_errors(self.root, "write to"):
-                layers_bytes = [rows[layer].data.cast("B") for layer in self.layers]
-                hashes = self._hasher.map(self._hash_samples, layers_bytes, repeat(lengths))
-                for layer, data in zip(self.layers, layers_bytes, strict=True):
-                    write_all(shard.files[layer], data)
+                for position, layer in enumerate(self.layers):
+                    data = rows[layer].data.cast("B")
+                    shard.hashes[position] += self._write_rows(shard.files[layer], data, lengths)
                     self.counters.bytes_written += data.nbytes
-                for layer_hashes, added in zip(shard.hashes, hashes, strict=True):
-                    layer_hashes.extend(added)
         except BaseException:
             self._drop(bucket)
             raise
@@ -201,12 +196,16 @@ class ShardWriter:
                 )
         return total
 
-    def _hash_samples(self, data: memoryview, lengths: Sequence[int]) -> list[int]:
+    def _write_rows(self, fd: int, data: memoryview, lengths: Sequence[int]) -> list[int]:
+        """Hash each sample, and write it while it is in the cache; small samples share a write."""
         hashes = []
-        end = 0
+        written = end = 0
         for length in lengths:
             start, end = end, end + int(length) * self._row_bytes
             hashes.append(xxhash.xxh3_64_intdigest(data[start:end]))
+            if end - written >= _WRITE_BYTES or end == data.nbytes:
+                write_all(fd, data[written:end])
+                written = end
         return hashes
 
     def _start_shard(self, bucket: int) -> _OpenShard:

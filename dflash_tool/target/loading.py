@@ -1,5 +1,6 @@
 """Loading a target: its device, its dtypes, its weights as transformers reads them, all of them and none made up."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device, otherwise the CPU. ConfigError for what torch doesn't have here."""
+    """`auto` is this rank's CUDA device, otherwise the CPU. ConfigError for what torch doesn't have here."""
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        own = int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.device("cuda", own) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

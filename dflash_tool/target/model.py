@@ -66,8 +66,8 @@ class _Batch:
 class TargetModel:
     """A loaded, truncated target on one device. Not thread-safe: one forward at a time.
 
-    `masked`: batches get an attention mask, because this model needs one; `halvings`: how often a batch was cut in two
-    because it did not fit the device's memory.
+    `decoder`: what is run; `masked`: batches get an attention mask, because this model needs one (its attention looks
+    ahead); `halvings`: how often a batch was cut in two because it did not fit the device's memory.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class TargetModel:
         self._switch = _rope_switch(text)
         index = {layer: text.num_hidden_layers - 1 if layer == "final" else layer for layer in self.layers}
         deepest = max(index.values())
-        decoder = find_decoder(model)
-        decoder.truncate(deepest)
-        self._decoder, modules = decoder.module, decoder.layers
-        cast(self._decoder, dtype)
+        found = find_decoder(model)
+        found.truncate(deepest)
+        self.decoder, modules = found.module, found.layers
+        cast(self.decoder, dtype)
         self._place()
-        self.masked = needs_mask(self._decoder, modules[deepest], vocab_size=text.vocab_size, device=device)
+        self.masked = needs_mask(self.decoder, modules[deepest], vocab_size=text.vocab_size, device=device)
         self._side = _side_stream(device)
         self._rows: Tensor | None = None
         self._sums: Tensor | None = None
@@ -124,7 +124,7 @@ class TargetModel:
 
     def replica(self) -> "TargetModel":
         """Another target on the same device and weights, for another thread; all other state is its own."""
-        shared: dict[int, Any] = {id(parameter): parameter for parameter in self._decoder.parameters()}
+        shared: dict[int, Any] = {id(parameter): parameter for parameter in self.decoder.parameters()}
         if self._side is not None:
             shared[id(self._side)] = _side_stream(self.device)
         other = copy.deepcopy(self, shared)  # its hooks are bound to `other`
@@ -197,7 +197,7 @@ class TargetModel:
         if self.masked:
             real = np.arange(width) < batch.lengths[:, None]
             mask = torch.from_numpy(real.astype(np.int64)).to(self.device)
-        self._decoder(input_ids=torch.from_numpy(batch.input_ids).to(self.device), attention_mask=mask, use_cache=False)
+        self.decoder(input_ids=torch.from_numpy(batch.input_ids).to(self.device), attention_mask=mask, use_cache=False)
         if self._side is not None:
             self._side.synchronize()
         states = {layer: self._states.pop(layer) for layer in self.layers}
@@ -238,11 +238,11 @@ class TargetModel:
 
     def _place(self) -> None:
         try:
-            self._decoder.to(self.device).eval().requires_grad_(False)
+            self.decoder.to(self.device).eval().requires_grad_(False)
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            size = sum(parameter.nbytes for parameter in self._decoder.parameters())
+            size = sum(parameter.nbytes for parameter in self.decoder.parameters())
             raise TargetError(
                 f"this target takes {size / 2**30:.1f} GiB up to its deepest chosen layer, more than is free on "
                 f"{self.device}: choose a smaller --dtype or another --target-device"

@@ -146,11 +146,11 @@ def test_data_that_changed_before_the_first_shard_are_prepared_again(
     from dflash_tool import pipeline
     from dflash_tool.errors import TargetError
 
-    def fail(*_args: object) -> None:
+    def fail(*_args: object, **_named: object) -> None:
         raise TargetError("stopped before the first shard")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "_load_target", fail)
+        patch.setattr(pipeline, "_load_targets", fail)
         assert dflash(*words, "--layers", "1").code == 1
     assert (tmp_path / "store" / "manifest.json").exists()
     data = Path(str(words[4]))

@@ -104,7 +104,7 @@ def test_keep_drops_rows_not_numbers(random_target: Callable[..., Path]) -> None
 
 def test_runs_no_layer_and_no_head_beyond_the_deepest(random_target: Callable[..., Path]) -> None:
     target = _load(random_target("qwen3"), (0, 2))
-    modules = dict(target._decoder.named_modules())
+    modules = dict(target.decoder.named_modules())
     assert [name for name in modules if name.startswith("layers.") and name.count(".") == 1] == [
         "layers.0", "layers.1", "layers.2",
     ]  # fmt: skip
@@ -117,7 +117,7 @@ def test_non_finite_samples_are_named(random_target: Callable[..., Path]) -> Non
     padded, _ = _batch()
     padded[padded == 96] = 95
     padded[2, 5] = 96
-    embedding = target._decoder.get_input_embeddings()
+    embedding = target.decoder.get_input_embeddings()
     embedding.weight[96] = float("nan")
     captured = target.capture(padded, LENGTHS)
     assert captured.finite.tolist() == [True, True, False, True, True]
@@ -146,7 +146,7 @@ class _Small:
     """A decoder's forward that runs out of memory above `limit` padded tokens, as `error` says it."""
 
     def __init__(self, target: TargetModel, limit: int, error: Exception) -> None:
-        self.forward, self.limit, self.error = target._decoder.forward, limit, error
+        self.forward, self.limit, self.error = target.decoder.forward, limit, error
         self.shapes: list[tuple[int, ...]] = []
 
     def __call__(self, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def test_a_batch_that_does_not_fit_is_halved(
     keep = np.array([True, True, False, True, True])
     whole = target.capture(padded, LENGTHS, keep)
     small = _Small(target, 90, error)
-    monkeypatch.setattr(target._decoder, "forward", small)
+    monkeypatch.setattr(target.decoder, "forward", small)
     parts = target.capture(padded, LENGTHS, keep)
     assert small.shapes == [(2, 40), (1, 17), (2, 40)]
     assert target.halvings == 2
@@ -188,7 +188,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(
     random_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = _load(random_target("qwen3"), (1,))
-    monkeypatch.setattr(target._decoder, "forward", _Small(target, 0, RuntimeError("shape mismatch")))
+    monkeypatch.setattr(target.decoder, "forward", _Small(target, 0, RuntimeError("shape mismatch")))
     with pytest.raises(RuntimeError, match="shape mismatch"):
         target.capture(_batch()[0], LENGTHS)
     assert target.halvings == 0

@@ -89,7 +89,7 @@ def test_equals_batch_of_one(random_target: Callable[..., Path], tmp_path: Path,
 
 
 def find_decoder_layers(target: TargetModel) -> torch.nn.ModuleList:
-    lists = [module for module in target._decoder.children() if isinstance(module, torch.nn.ModuleList)]
+    lists = [module for module in target.decoder.children() if isinstance(module, torch.nn.ModuleList)]
     assert len(lists) == 1
     return lists[0]
 
@@ -184,7 +184,7 @@ def test_replicas_share_weights_and_nothing_else(random_target: Callable[..., Pa
     padded, _ = _batch()
     before = first.capture(padded, LENGTHS)
     second = first.replica()
-    for one, other in zip(first._decoder.parameters(), second._decoder.parameters(), strict=True):
+    for one, other in zip(first.decoder.parameters(), second.decoder.parameters(), strict=True):
         assert one is other
     reverse = padded[::-1].copy()
     with ThreadPoolExecutor(2) as threads:
