@@ -199,6 +199,22 @@ def begin(store: OpenStore) -> None:
     write_manifest(root, plan.manifest)
 
 
+def sum_up(runs: Sequence[RunSummary]) -> RunSummary:
+    """One summary for all ranks: work is added, seconds and bytes in flight are the largest of any rank."""
+    named = [(f"rank {rank} " if len(runs) > 1 else "", run) for rank, run in enumerate(runs)]
+    return RunSummary(
+        seconds=max(run.seconds for run in runs),
+        samples=sum(run.samples for run in runs),
+        real_tokens=sum(run.real_tokens for run in runs),
+        padded_tokens=sum(run.padded_tokens for run in runs),
+        peak_inflight_bytes=max(run.peak_inflight_bytes for run in runs),
+        inflight_limit_bytes=max(run.inflight_limit_bytes for run in runs),
+        ranks=len(runs),
+        targets={prefix + name: tokens for prefix, run in named for name, tokens in run.targets.items()},
+        waited={prefix + who: seconds for prefix, run in named for who, seconds in run.waited.items()},
+    )
+
+
 def complete(plan: ExtractionPlan, run: RunSummary, quarantined: Sequence[int]) -> Manifest:
     """Check that every sample is committed or quarantined (rows of samples.arrow), and say so in the manifest."""
     root, samples = plan.resolved.config.out, plan.samples

@@ -7,7 +7,7 @@ in-flight window. The caller's thread is the shard writer; every other part has 
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 
 from dflash_tool.errors import DflashError, Interrupted, StoreError
 from dflash_tool.extractor import BatchPrefetcher, HiddenStates, StateQueue, TargetForwardLoop, TargetQueue, iter_queue
-from dflash_tool.lifecycle import OpenStore, begin, check_out, complete, join_store, open_store
+from dflash_tool.lifecycle import OpenStore, begin, check_out, complete, join_store, open_store, sum_up
 from dflash_tool.planning import ExtractionPlan, make_plan, prepare_samples
 from dflash_tool.ranks import Ranks
 from dflash_tool.resolving import Resolved, resolve
@@ -149,28 +149,12 @@ def _finish(
     reports = ranks.gather({"run": summary.model_dump(), "quarantined": quarantined})
     if not reports:
         return job.manifest, summary
-    total = _sum_up([RunSummary(**report["run"]) for report in reports])
+    total = sum_up([RunSummary(**report["run"]) for report in reports])
     if not total.samples and earlier is not None and earlier.run is not None:
         total = earlier.run  # nothing but the head or the manifest was made again
     manifest = complete(job, total, [row for report in reports for row in report["quarantined"]])
     ranks.finish()
     return manifest, total
-
-
-def _sum_up(runs: Sequence[RunSummary]) -> RunSummary:
-    """One summary for all ranks: work is added, seconds and bytes in flight are the largest of any rank."""
-    named = [(f"rank {rank} " if len(runs) > 1 else "", run) for rank, run in enumerate(runs)]
-    return RunSummary(
-        seconds=max(run.seconds for run in runs),
-        samples=sum(run.samples for run in runs),
-        real_tokens=sum(run.real_tokens for run in runs),
-        padded_tokens=sum(run.padded_tokens for run in runs),
-        peak_inflight_bytes=max(run.peak_inflight_bytes for run in runs),
-        inflight_limit_bytes=max(run.inflight_limit_bytes for run in runs),
-        ranks=len(runs),
-        targets={prefix + name: tokens for prefix, run in named for name, tokens in run.targets.items()},
-        waited={prefix + who: seconds for prefix, run in named for who, seconds in run.waited.items()},
-    )
 
 
 def _load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head: bool) -> dict[str, TargetModel]:

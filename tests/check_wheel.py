@@ -46,7 +46,7 @@ def main(dist: Path) -> None:
             [sys.executable, "-m", "dflash_tool", "--version"],
             cwd=folder, env={"PYTHONPATH": folder, "PATH": ""}, check=True, capture_output=True, text=True,
         ).stdout  # fmt: skip
-    print(f"{wheel.name}: {len(inside)} files, as tracked; installed alone it says: {shown.strip()}")  # noqa: T201
+    print(f"{wheel.name}: {len(inside)} files, as tracked; installed alone it says: {shown.strip()}")
 
 
 if __name__ == "__main__":

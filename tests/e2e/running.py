@@ -49,3 +49,24 @@ def contents(out: Path) -> dict[bytes, bytes]:
         store.samples.sample_id(row): b"".join(v.tobytes() for v in store.read(row, verify=True).values())
         for row in range(len(store.samples))
     }
+
+
+def torchrun_words(world: int, words: list[str]) -> list[str]:
+    """The same command on `world` ranks of this machine."""
+    port = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), *port, *words[1:]]
+
+
+def workers(agent: int) -> list[int]:
+    """Pids of the ranks, by local rank."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        rank = [item for item in environment if item.startswith(b"LOCAL_RANK=")]
+        if int(fields[1]) == agent and rank:
+            found[int(rank[0].removeprefix(b"LOCAL_RANK="))] = int(process.name)
+    return [found[rank] for rank in sorted(found)]
