@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 SOURCE_SHARES = (0.45, 0.30, 0.25)
 TEMPERATURES = (0.6, 0.7, 0.8, 0.9)
 TOP_P = 0.95
-LOOP_SHARE = 0.4  # of distinct 4-grams: an answer below is dropped
+LOOP_SHARE = 0.5  # of distinct 4-grams: an answer below is dropped
 SHORTEST, LONGEST = 16, 1500  # tokens of a conversation
 
 

@@ -36,13 +36,13 @@ def tiny_target() -> Path:
 
 def small_tokenizer() -> "PreTrainedTokenizerFast":
     """A tokenizer of 97 ids, one for each printable ASCII character, with an end and a mask token."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {chr(32 + number): number for number in range(95)} | {"<end>": 95, "<mask>": 96}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), eos_token="<end>", mask_token="<mask>"
-    )
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", mask_token="<mask>")
 
 
 SLIDING = {"sliding_window": 8}  # far shorter than the samples

@@ -190,6 +190,24 @@ def test_no_space_on_the_disk(words: list[object], tmp_path: Path, dflash: Run) 
         subprocess.run(["umount", "--lazy", disk], check=True)  # the samples may still be mapped
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+def test_a_store_that_can_only_be_read(words: list[object], tmp_path: Path, dflash: Run) -> None:
+    """`stats` works on it, `extract` says what to do."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], check=False).returncode:
+        pytest.skip("can't mount a tmpfs here")
+    base = [*words[:5], "--out", disk / "store"]
+    try:
+        assert dflash(*base).code == 0
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        assert dflash("stats", disk / "store", "--verify").code == 0
+        _refused(dflash(*base), 1, "read-only", "choose another")
+        _refused(dflash(*words[:5], "--out", disk / "new"), 1, "read-only", "choose another")
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
 def test_a_disk_that_fills_up_leaves_committed_shards_good(
     words: list[object], tmp_path: Path, dflash: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

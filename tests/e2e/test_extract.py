@@ -12,10 +12,13 @@ import zarr
 from transformers import AutoModelForCausalLM
 
 from dflash_tool import pipeline
+from dflash_tool.errors import DflashError
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.store.manifest import read_manifest
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.target import write_head
+
+from .running import contents
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
 SMALL = ("--batch-tokens", 256, "--inflight-gib", 0.1)
@@ -188,3 +191,122 @@ def test_json_is_one_document_and_nothing_else(
     again = dflash(*words, "--json")
     assert json.loads(again.out)["run"] is None
     assert json.loads(dflash("stats", tmp_path / "store", "--verify", "--json").out)["damage"] == []
+
+
+def test_several_targets_give_the_same_store(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, dflash: Run
+) -> None:
+    """Three replicas share the batches; each batch gives the same rows whoever runs it (one torch thread each)."""
+    words = ("extract", "--target", random_target(), "--data", token_rows(300), *SMALL, "--json")
+    one = json.loads(dflash(*words, "--out", tmp_path / "one").out)
+    three = json.loads(dflash(*words, "--out", tmp_path / "three", "--targets", 3).out)
+    assert len(one["run"]["targets"]) == 1
+    assert len(three["run"]["targets"]) == 3
+    assert sum(three["run"]["targets"].values()) == one["run"]["real_tokens"]
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    named = ("--target-device", "cpu", "--target-device", "cpu", "--out", tmp_path / "named")
+    assert len(json.loads(dflash(*words, *named).out)["run"]["targets"]) == 2
+    assert contents(tmp_path / "one") == contents(tmp_path / "named")
+
+
+def test_final_hidden_is_the_last_layer_before_the_norm(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, dflash: Run
+) -> None:
+    folder, out = random_target(), tmp_path / "store"
+    words = ("extract", "--target", folder, "--data", token_rows(20), "--out", out, "--layers", "1", *SMALL)
+    assert dflash(*words, "--final-hidden", "--store-dtype", "float32").code == 0
+    store = HiddenStore.open(out)
+    assert store.layers == (1, "final")
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for row in range(20):
+        final = torch.from_numpy(store.read(row)["final"])
+        ids = torch.from_numpy(store.samples.tokens(row).astype(np.int64))[None]
+        with torch.no_grad():
+            expected = whole(ids, output_hidden_states=True).hidden_states[-1][0]
+            normed = whole.model.norm(final)
+        torch.testing.assert_close(normed, expected, rtol=1e-4, atol=1e-5)
+    assert dflash("stats", out, "--verify").code == 0
+    refused = dflash(*words, "--store-dtype", "float32")
+    assert refused.code == 1
+    assert "--final-hidden" in refused.err
+
+
+def test_a_target_that_fails_stops_everybody_with_the_first_error(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, dflash: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from dflash_tool.errors import TargetError
+    from dflash_tool.target import TargetModel
+
+    out, captured, capture = tmp_path / "store", 0, TargetModel.capture
+
+    def fail_later(self: TargetModel, *args: object) -> object:
+        nonlocal captured
+        captured += 1
+        if captured == 5:
+            raise TargetError("the device is gone")
+        return capture(self, *args)
+
+    words = ("extract", "--target", random_target(), "--data", token_rows(300), "--out", out, "--targets", 2, *SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetModel, "capture", fail_later)
+        stopped = dflash(*words)
+    assert stopped.code == 1
+    assert stopped.err.count("the device is gone") == 1
+    assert "Traceback" not in stopped.err
+    assert dflash(*words).code == 0
+    assert HiddenStore.open(out).committed.all()
+    assert dflash("stats", out, "--verify").code == 0
+
+
+def test_prepared_samples_are_reused_until_something_changes(
+    random_target: Callable[..., Path], data: Path, tmp_path: Path, dflash: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any shard is committed: the same inputs are not read again; other content, template or length are."""
+    from dflash_tool import lifecycle
+
+    prepared: list[object] = []
+    prepare = lifecycle.prepare_samples
+
+    def count(*args: object) -> object:
+        prepared.append(args)
+        return prepare(*args)
+
+    def stop(*_args: object, **_named: object) -> None:
+        raise DflashError("stopped before the first shard")
+
+    monkeypatch.setattr(lifecycle, "prepare_samples", count)
+    monkeypatch.setattr(pipeline, "_load_targets", stop)
+    rows = tmp_path / "chats.jsonl"
+    rows.write_text((data / "openai.jsonl").read_text())
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    words = [
+        "extract",
+        "--target",
+        random_target(),
+        "--data",
+        rows,
+        "--out",
+        tmp_path / "store",
+        "--chat-template",
+        template,
+    ]
+
+    def run(*more: object) -> int:
+        assert "stopped before the first shard" in dflash(*words, *more).err
+        return len(prepared)
+
+    assert run() == 1
+    assert run() == 1
+    assert run("--seed", 3) == 1
+    assert run("--buckets", 2) == 2  # the edges stand in samples.arrow
+    assert run("--buckets", 2) == 2
+    assert run("--buckets", 2, "--max-length", 40) == 3
+    template.write_text(template.read_text() + " ")
+    assert run("--buckets", 2, "--max-length", 40) == 4
+    rows.write_text(rows.read_text().replace("rivers", "lakes"))
+    assert run("--buckets", 2, "--max-length", 40) == 5
