@@ -306,7 +306,7 @@ def test_prepared_samples_are_reused_until_something_changes(
     assert run("--buckets", 2) == 2  # the edges stand in samples.arrow
     assert run("--buckets", 2) == 2
     assert run("--buckets", 2, "--max-length", 40) == 3
-    template.write_text(template.read_text() + " ")
+    template.write_text(template.read_text() + "{# another one #}")
     assert run("--buckets", 2, "--max-length", 40) == 4
     rows.write_text(rows.read_text().replace("rivers", "lakes"))
     assert run("--buckets", 2, "--max-length", 40) == 5
