@@ -119,7 +119,7 @@ def _adopt(root: Path, manifest: Manifest) -> Manifest:
     ours = settings_fingerprint(manifest)
     for name in scan(root).committed:
         theirs = read_attributes(root, name).get("dflash_settings")
-        if theirs != ours:
+        if theirs not in (None, ours):  # None: its document is damaged, and found to be so next
             raise StoreError(
                 f"{root} has no readable {MANIFEST}, and its shard {name} was made with other settings than those of "
                 "this run; run again with the settings of the store, or choose another --out"

@@ -123,8 +123,7 @@ def test_in_flight_never_passes_the_window(slow: str, limit_batches: int, places
         window.release(item.bucket, item.nbytes)
     _join(threads)
     assert sorted(seen) == list(range(len(lengths)))
-    assert window.most <= window.limit_bytes
-    assert window.peak == window.most
+    assert window.most <= window.peak <= window.limit_bytes  # the ledger hears of an acquire a moment later
     assert window.in_flight == 0
     if limit_batches > 1 or slow == "writer":
         assert window.most > largest / 2
