@@ -1,47 +1,21 @@
-"""What a running `extract` shows: one panel on a terminal, a plain line now and then elsewhere. All on stderr."""
+"""What a running `extract` shows."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from dflash_tool.commands.format import count, duration, facts, share, size, waits_text
+from dflash_tool.commands.live import show_live
 from dflash_tool.telemetry import ExtractSnapshot, ExtractTelemetry
 
-_PLAIN_SECONDS = 10.0
 
-
-@contextmanager
-def show_progress(telemetry: ExtractTelemetry, console: Console) -> Iterator[None]:
-    """Draw `telemetry` while the body runs."""
-    if console.is_terminal:
-        with Live(
-            get_renderable=lambda: extract_panel(telemetry.snapshot()),
-            console=console,
-            refresh_per_second=4,
-            transient=True,
-        ):
-            yield
-        return
-    done = threading.Event()
-    printer = threading.Thread(target=_print_lines, args=(telemetry, console, done), name="progress", daemon=True)
-    printer.start()
-    try:
-        yield
-    finally:
-        done.set()
-        printer.join()
-
-
-def _print_lines(telemetry: ExtractTelemetry, console: Console, done: threading.Event) -> None:
-    while not done.wait(_PLAIN_SECONDS):
-        console.print(plain_line(telemetry.snapshot()), soft_wrap=True, highlight=False)
+def show_progress(telemetry: ExtractTelemetry, console: Console) -> AbstractContextManager[None]:
+    """Draw an extraction while the body runs."""
+    return show_live(lambda: extract_panel(telemetry.snapshot()), lambda: plain_line(telemetry.snapshot()), console)
 
 
 def plain_line(now: ExtractSnapshot) -> str:

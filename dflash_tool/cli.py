@@ -7,6 +7,7 @@ import typer
 from dflash_tool import __version__
 from dflash_tool.commands.extract import extract
 from dflash_tool.commands.stats import stats
+from dflash_tool.commands.train import train
 from dflash_tool.errors import DflashError
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(extract)
+app.command()(train)
 app.command()(stats)
 
 

@@ -3,9 +3,7 @@
 Everything that can be refused without reading the data is refused here, before a byte is written.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from dflash_tool.target import (
     weights_fingerprint,
 )
 from dflash_tool.telemetry import ExtractTelemetry
+from dflash_tool.window import default_limit
 
 DEFAULT_MAX_LENGTH = 3072  # the DFlash paper's
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768}
@@ -110,7 +109,7 @@ def resolve(config: ExtractConfig, telemetry: ExtractTelemetry) -> Resolved:
         "batch_tokens": config.batch_tokens or DEFAULT_BATCH_TOKENS["cpu" if devices[0].type == "cpu" else "cuda"],
         "mask_token_id": mask_token_id,
     }
-    limit = int(config.inflight_gib * 2**30) if config.inflight_gib else _default_window()
+    limit = int(config.inflight_gib * 2**30) if config.inflight_gib else default_limit()
     return Resolved(
         config=config,
         target=target,
@@ -132,23 +131,3 @@ def _max_length(config: ExtractConfig, target: TargetFolder) -> int:
             f"allowed are 2..{allowed}"
         )
     return config.max_length
-
-
-def _default_window() -> int:
-    """A quarter of the memory that is free for new work, divided by the processes on this host."""
-    return _available_memory() // 4 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _available_memory() -> int:
-    """Bytes that can be had without swapping, within the container's limit if there is one."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-        return max(1, min(available, limit))
-    except (OSError, ValueError):  # no such group, or "max"
-        return available

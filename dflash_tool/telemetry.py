@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,3 +144,89 @@ class ExtractTelemetry:
             targets=gauges.targets() if gauges else {},
             waited=gauges.waited() if gauges else {},
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSnapshot:
+    """One look at a training run. losses, taus: (step, value) so far; buckets: samples of the newest step by bucket.
+
+    seconds: since the first step of this run; waited: of them for data; spent: of them by part of the step.
+    """
+
+    stage: str
+    step: int
+    first_step: int
+    total_steps: int
+    seconds: float
+    loss: float | None
+    losses: tuple[tuple[int, float], ...]
+    taus: tuple[tuple[int, float], ...]
+    lr: float
+    grad_norm: float | None
+    tokens: int
+    blocks: int
+    buckets: dict[int, int]
+    waited: float
+    spent: dict[str, float]
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds to go at the pace so far, or None before there is one."""
+        done = self.step - self.first_step
+        return (self.total_steps - self.step) * self.seconds / done if done > 0 else None
+
+
+@dataclass
+class TrainTelemetry:
+    """What a training run says of itself. Written by the training thread, read by whoever draws."""
+
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _now: dict[str, Any] = field(default_factory=dict)
+    _losses: list[tuple[int, float]] = field(default_factory=list)
+    _taus: list[tuple[int, float]] = field(default_factory=list)
+    _started: float | None = None
+    _stopped: float | None = None
+
+    def stage(self, name: str) -> None:
+        """Enter a phase: "opening the store", "validating", "training", ..."""
+        with self._lock:
+            self._now["stage"] = name
+
+    def start(self, *, step: int, total_steps: int) -> None:
+        """The first step of this run begins."""
+        with self._lock:
+            self._now |= {"stage": "training", "step": step, "first_step": step, "total_steps": total_steps}
+            self._started = self.clock()
+
+    def stop(self) -> None:
+        """The last step is done."""
+        with self._lock:
+            self._stopped = self.clock()
+
+    def update(self, **now: Any) -> None:
+        """Newest values of `TrainSnapshot`'s fields; a loss joins the history."""
+        with self._lock:
+            self._now |= now
+            if "loss" in now:
+                self._losses.append((self._now["step"], now["loss"]))
+
+    def tau(self, step: int, value: float) -> None:
+        """A validation's walk tau."""
+        with self._lock:
+            self._taus.append((step, value))
+
+    def snapshot(self) -> TrainSnapshot:
+        """A consistent copy."""
+        with self._lock:
+            end = self._stopped if self._stopped is not None else self.clock()
+            empty: dict[str, Any] = {
+                "stage": "starting", "step": 0, "first_step": 0, "total_steps": 0, "loss": None, "lr": 0.0,
+                "grad_norm": None, "tokens": 0, "blocks": 0, "buckets": {}, "waited": 0.0, "spent": {},
+            }  # fmt: skip
+            return TrainSnapshot(
+                **(empty | self._now),
+                seconds=end - self._started if self._started is not None else 0.0,
+                losses=tuple(self._losses),
+                taus=tuple(self._taus),
+            )

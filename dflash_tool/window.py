@@ -14,11 +14,13 @@ read only while somebody waits.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from dflash_tool.errors import ConfigError
 
@@ -261,3 +263,23 @@ class InflightWindow:
         if self._error is None and self._closed:
             return WindowClosed("in-flight window: closed, nothing more can be dispatched")
         return self._error
+
+
+def default_limit() -> int:
+    """A quarter of the memory that is free for new work, divided by the processes on this host."""
+    return _available_memory() // 4 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _available_memory() -> int:
+    """Bytes that can be had without swapping, within the container's limit if there is one."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        return max(1, min(available, limit))
+    except (OSError, ValueError):  # no such group, or "max"
+        return available

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from corpus import SOURCES, Chat, Message, read_corpus
 from sampler import Answer, Request, Sampler, distinct_share
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-SOURCE_SHARES = (0.45, 0.30, 0.25)
+SOURCE_SHARES = (0.48, 0.34, 0.18)
 TEMPERATURES = (0.6, 0.7, 0.8, 0.9)
 TOP_P = 0.95
 LOOP_SHARE = 0.5  # of distinct 4-grams: an answer below is dropped
@@ -160,7 +159,7 @@ def load(target: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Plan, converse, drop the faulty ones, write ``options.count`` lines."""
+    """Plan, converse, drop the faulty ones, write the others."""
     start = time.monotonic()
     model, tokenizer = load(options.target)
     chats = read_corpus(options.docs, options.stdlib, options.chitchat)
@@ -177,10 +176,8 @@ def generate(options: argparse.Namespace) -> None:
     )
     converse(conversations, sampler, tokenizer, model.config.max_position_embeddings)
     sound = [c for c in conversations if not c.fault]
-    if len(sound) < options.count:
-        sys.exit(f"error: {len(sound)} sound conversations, {options.count} wanted: raise --candidates")
     lines: list[str] = []
-    for number, c in enumerate(sound[: options.count]):
+    for number, c in enumerate(sound):
         row = {
             "id": f"{c.source}-{number:05d}",
             "decoding": "sampled" if c.temperature else "greedy",
@@ -195,16 +192,14 @@ def generate(options: argparse.Namespace) -> None:
     tokens = sum(len(ids) for c in conversations for ids in c.written)
     canonical = Counter("sampled" if c.temperature else "greedy" for c in sound if c.canonical)
     print(f"{tokens:,} tokens generated; conversations that re-tokenise to what was generated: {dict(canonical)}")
-    print(
-        f"{len(sound)} sound of {len(conversations)}, {len(lines)} written, {seconds:.0f} s; dropped: {dict(dropped)}"
-    )
+    print(f"{len(lines)} of {len(conversations)} conversations written, {seconds:.0f} s; dropped: {dict(dropped)}")
 
 
 def report(options: argparse.Namespace) -> None:
     """Print what the folder holds, in numbers."""
     model, tokenizer = load(options.target)
-    lines = options.chats.read_text(encoding="utf-8").splitlines()
-    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    with options.chats.open(encoding="utf-8") as lines:
+        rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     files = sorted(path for path in options.target.iterdir() if path.is_file())
     parameters, size = sum(p.numel() for p in model.parameters()), sum(f.stat().st_size for f in files)
     print(f"target: {parameters:,} parameters, {size:,} bytes")
@@ -272,12 +267,11 @@ def main() -> None:
     making.add_argument("--chitchat", type=Path, required=True)
     making.add_argument("--target", type=Path, required=True)
     making.add_argument("--out", type=Path, required=True)
-    making.add_argument("--count", type=int, default=2000, help="conversations to write")
-    making.add_argument("--candidates", type=int, default=3000, help="conversations to generate")
-    making.add_argument("--greedy-share", type=float, default=0.5)
-    making.add_argument("--median-cap", type=float, default=400, help="of a conversation's length cap, tokens")
+    making.add_argument("--candidates", type=int, default=2200, help="conversations to generate; four of five are kept")
+    making.add_argument("--greedy-share", type=float, default=0.55)
+    making.add_argument("--median-cap", type=float, default=650, help="of a conversation's length cap, tokens")
     making.add_argument("--sigma-cap", type=float, default=0.9)
-    making.add_argument("--batch-size", type=int, default=64)
+    making.add_argument("--batch-size", type=int, default=128)
     making.add_argument("--seed", type=int, default=0)
     making.set_defaults(run=generate)
     reporting = commands.add_parser("report", help="print what README.md quotes")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-LOOP_RUN = 16
+LOOP_RUN = 32
 GRAM = 4
 MOST_CHOICES = 200  # a nucleus holds no more tokens than this
 

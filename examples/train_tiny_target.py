@@ -182,6 +182,8 @@ def save_folder(
     copy.save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)
     (fresh / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for path in fresh.iterdir():
+        path.chmod(0o644)
     if folder.exists():
         folder.rename(stale)
     fresh.rename(folder)
@@ -219,10 +221,10 @@ def train(
             group["lr"] = group["peak"] * rate
         with torch.autocast("cpu", torch.bfloat16, enabled=options.compile):
             loss = loss_of(model, x_BT)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
-            optimizer.step()
+            optimizer.step()  # type: ignore[no-untyped-call]
             optimizer.zero_grad()
         done += x_BT[:, 1:].numel()
         step += 1
@@ -260,10 +262,11 @@ def main() -> None:
     tokenizer = train_tokenizer((m["content"] for chat in training for m in chat.messages), MAX_POSITIONS)
     model = new_model(tokenizer, options.seed)
     parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{len(training)} chats to train on, {len(chats) - len(training)} held out, {parameters} parameters",
-        flush=True,
-    )
+    for source in SOURCES:
+        mine = [chat for chat in chats if chat.source == source]
+        held_out = sum(chat.held_out for chat in mine)
+        documents = len({chat.key for chat in mine})
+        print(f"{source}: {documents:,} documents, {len(mine):,} chats, {held_out:,} held out", flush=True)
     report: dict[str, object] = {"tokens": 0, "steps": 0}
     if options.tokens:
         batches = endless_batches(encode(training, tokenizer), options.seed)

@@ -12,7 +12,7 @@ STORE_ITEMSIZE: dict[StoreDtype, int] = {"bfloat16": 2, "float16": 2, "float32":
 LayerId = int | Literal["final"]
 
 
-def _int_list(value: Any) -> Any:
+def int_list(value: Any) -> Any:
     """`"1,9,17"` (command line) or `[1, 9, 17]` (YAML) -> a tuple of ints; pydantic judges the rest."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(","))
@@ -28,7 +28,7 @@ def _buckets(value: Any) -> Any:
     """`"6"`: that many buckets; `"128,512,2048"`: these upper edges."""
     if isinstance(value, str) and "," not in value:
         return value.strip()
-    return _int_list(value)
+    return int_list(value)
 
 
 class ExtractConfig(BaseModel):
@@ -48,7 +48,7 @@ class ExtractConfig(BaseModel):
     turns: Literal["each", "last"] = "each"
     chat_template: Path | None = None
     template_args: dict[str, Any] = Field(default_factory=dict)
-    layers: Annotated[tuple[int, ...] | None, BeforeValidator(_int_list)] = None
+    layers: Annotated[tuple[int, ...] | None, BeforeValidator(int_list)] = None
     final_hidden: bool = Field(default=False, description="store the last layer's output before the final norm too")
     mask_token_id: int | None = Field(default=None, ge=0)
     dtype: ComputeDtype = "auto"

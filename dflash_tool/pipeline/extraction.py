@@ -1,4 +1,4 @@
-"""The only file that wires parts together.
+"""`extract` from end to end.
 
 `extract` = plan -> prefetcher -> target queue -> target loops -> bucketed queue -> shard writer, all under one
 in-flight window. The caller's thread is the shard writer; every other part has a thread of its own.

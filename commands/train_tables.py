@@ -1,0 +1,95 @@
+"""What `dflash train` shows while it runs and prints at its end."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from dflash_tool.commands.format import count, duration, facts, share
+from dflash_tool.commands.live import show_live
+from dflash_tool.pipeline import TrainResult
+from dflash_tool.telemetry import TrainSnapshot, TrainTelemetry
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARK_CELLS = 40
+
+
+def show_training(telemetry: TrainTelemetry, console: Console) -> AbstractContextManager[None]:
+    """Draw a training run while the body runs."""
+    return show_live(lambda: train_panel(telemetry.snapshot()), lambda: plain_line(telemetry.snapshot()), console)
+
+
+def plain_line(now: TrainSnapshot) -> str:
+    """One line for a log."""
+    if now.loss is None:
+        return now.stage
+    tau = f", walk tau {now.taus[-1][1]:.2f}" if now.taus else ""
+    eta = f", {duration(now.eta_seconds)} to go" if now.eta_seconds is not None else ""
+    return (
+        f"step {count(now.step)}/{count(now.total_steps)}, loss {now.loss:.3f}{tau}, "
+        f"{count(now.blocks)} blocks/s, waited {share(now.waited / max(now.seconds, 1e-9))} for data{eta}"
+    )
+
+
+def train_panel(now: TrainSnapshot) -> RenderableType:
+    """The panel of one snapshot."""
+    if now.total_steps == 0:
+        return Panel(Text(now.stage), title="dflash train", title_align="left", border_style="cyan")
+    head = Table.grid(expand=True, padding=(0, 1))
+    head.add_column(ratio=1)
+    head.add_column(justify="right", no_wrap=True)
+    to_go = f"{duration(now.eta_seconds)} to go" if now.eta_seconds is not None else "…"
+    head.add_row(ProgressBar(total=now.total_steps, completed=now.step), f"{now.step}/{now.total_steps} · {to_go}")
+    spent = sum(now.spent.values()) or 1.0
+    rows = [
+        ("loss", _spark([value for _, value in now.losses]) + (f" {now.loss:.3f}" if now.loss is not None else "")),
+        ("walk tau", _spark([value for _, value in now.taus]) + (f" {now.taus[-1][1]:.2f}" if now.taus else "")),
+        ("step mix", ", ".join(f"b{bucket} {samples}" for bucket, samples in sorted(now.buckets.items())) or "…"),
+        ("rate", f"{count(now.tokens)} context tokens/s, {count(now.blocks)} blocks/s, lr {now.lr:.2e}"),
+        ("time", ", ".join(f"{name} {share(seconds / spent, 0)}" for name, seconds in now.spent.items()) or "…"),
+        ("waited", f"{duration(now.waited)} for data ({share(now.waited / max(now.seconds, 1e-9))})"),
+    ]
+    title = f"dflash train · {now.stage}"
+    return Panel(Group(head, facts(rows)), title=title, title_align="left", border_style="cyan")
+
+
+def _spark(values: Sequence[float]) -> str:
+    """The newest values as a line of little bars, from their lowest to their highest."""
+    shown = list(values)[-_SPARK_CELLS:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    top = len(_SPARKS) - 1
+    return "".join(_SPARKS[round((value - low) / (high - low) * top) if high > low else 0] for value in shown)
+
+
+def train_text(result: TrainResult) -> RenderableType:
+    """What came of it: walk tau before and after, beside what a bigram table yields."""
+    before = f"{result.first['walk_tau']:.2f} before, " if result.first else ""
+    last = result.last
+    rows = [
+        ("steps", f"{count(result.steps)} taken, {count(result.total_steps)} in all, in {duration(result.seconds)}"),
+        ("waited", f"{duration(result.waited)} for data ({share(result.waited / max(result.seconds, 1e-9))})"),
+    ]
+    if last:
+        best = f", best {result.best_walk_tau:.2f}" if result.best_walk_tau is not None else ""
+        rows += [
+            ("walk tau", f"{before}{last['walk_tau']:.2f} after{best} (tokens a target forward, held-out answers)"),
+            ("yardstick", f"{result.bigram_tau:.2f} with a bigram table of the training answers"),
+            ("anchor tau", f"{last['anchor_tau']:.2f} over every valid anchor"),
+            ("by slot", " ".join(share(value, 0).replace(" ", "") for value in last["accuracy_by_slot"])),
+        ]
+    return Group(
+        Text.assemble("Trained: ", (str(result.drafter), "bold")),
+        facts(rows),
+        *_notes(result.notes),
+    )
+
+
+def _notes(notes: Sequence[str]) -> Iterator[Text]:
+    for note in notes:
+        yield Text(f"Note: {note}", style="yellow")

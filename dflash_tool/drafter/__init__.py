@@ -1,0 +1,10 @@
+"""The DFlash drafter: config, model, attention, anchors, loss, acceptance, and the files that engines serve.
+
+1. `config.drafter_config`: the target's config and a few options -> `DrafterConfig`
+2. `anchors`: loss masks -> anchors, labels and counted slots of a microbatch's blocks (numpy alone)
+3. `attention.plan_attention`: which block sees which context, once for all layers of a microbatch
+4. `model.DFlashDraftModel`: hidden states and blocks -> the hidden state of every slot
+5. `loss.decay_loss`: those -> (numerator, denominator) and which slots were right, through `head.TargetHead`
+6. `acceptance`: right slots -> accepted lengths, anchor tau and walk tau
+7. `files`: the folder that transformers, vLLM and SGLang load
+"""

@@ -1,0 +1,173 @@
+"""The servable folder (z-lab's layout): `config.json` and `model.safetensors`, as vLLM and SGLang load them.
+
+The tensors have no prefix; embedding and LM head are the target's and not in it. Reading takes z-lab's own folders too
+(block size, mask token and layer ids at the top level or inside `dflash_config`) and refuses, by name, what this
+model would compute differently from how it was trained.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dflash_tool.drafter.config import DrafterConfig, drafter_rope
+from dflash_tool.drafter.layers import Rope
+from dflash_tool.drafter.model import DFlashDraftModel
+from dflash_tool.errors import ConfigError, DflashError
+
+# What other drafters' configs may say that this model does not do, and the value that asks for nothing.
+_NEUTRAL: dict[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "is_causal": False,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "markov_rank": 0,
+}
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "num_target_layers": "num_target_layers",
+    "rms_norm_eps": "rms_norm_eps",
+}
+
+
+def save_drafter(model: DFlashDraftModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write the servable folder (made if need be) of a drafter.
+
+    dtype: of the weights in the file; default the model's own, which a later load gives back bit for bit.
+    """
+    dtype = dtype or model.dtype
+    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = model.settings.as_json(str(dtype).removeprefix("torch."))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_drafter(
+    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> DFlashDraftModel:
+    """Read a servable folder.
+
+    Args:
+        folder: with `config.json` and `model.safetensors`.
+        device: where the weights go.
+        dtype: of the weights; default that of the file.
+
+    Raises:
+        DflashError: a file is missing or damaged, or the drafter is of a kind that can't be served as it was trained.
+    """
+    settings = read_drafter_config(folder)
+    with torch.device("meta"):
+        model = DFlashDraftModel(settings)
+    tensors = _tensors(folder / "model.safetensors", model.state_dict())
+    model.load_state_dict(tensors, assign=True)
+    model.rope = Rope(model.config)
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def read_drafter_config(folder: Path) -> DrafterConfig:
+    """Read and check a folder's `config.json` alone. Raises DflashError as `load_drafter` does."""
+    file = folder / "config.json"
+    try:
+        raw = json.loads(file.read_text())
+        inner = dict(raw.get("dflash_config") or {})
+    except FileNotFoundError as error:
+        raise DflashError(f"no drafter in {folder}: there is no config.json") from error
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise DflashError(f"{file} can't be read as a drafter's config: {error}") from error
+    _refuse_other_kinds(file, raw, inner)
+    ids = _either(file, raw, inner, "target_layer_ids")
+    if missing := [name for name in _SIZES.values() if name not in raw]:
+        raise DflashError(f"{file} lacks {', '.join(missing)}: not a drafter in z-lab's layout")
+    rope, notes = drafter_rope(SimpleNamespace(**raw))
+    if notes:
+        raise DflashError(f"{file}: its rope can't be served: {'; '.join(notes)}")
+    try:
+        return DrafterConfig(
+            **{field: raw[name] for field, name in _SIZES.items()},
+            rope=rope,
+            initializer_range=raw.get("initializer_range", 0.02),
+            target_layer_ids=tuple(ids),
+            block_size=_either(file, raw, inner, "block_size"),
+            mask_token_id=_either(file, raw, inner, "mask_token_id"),
+        )
+    except (ConfigError, TypeError, ZeroDivisionError) as error:
+        raise DflashError(f"{file} describes no drafter that can be served: {error}") from error
+
+
+def _refuse_other_kinds(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
+    """Raise DflashError for a drafter that this model would run differently from how it was trained."""
+    kinds = raw.get("architectures") or []
+    if any("DSpark" in kind for kind in kinds) or "markov_rank" in raw:
+        raise DflashError(
+            f"{file}: {', '.join(kinds) or 'a drafter with markov_rank'} is one of DeepSpec's: its slot 0 predicts the "
+            "token after the anchor, one position further than DFlash's, so its drafts would all be off by one; it "
+            "can't be used here"
+        )
+    if kinds and kinds != ["DFlashDraftModel"]:
+        raise DflashError(f"{file}: architecture {', '.join(kinds)}, expected DFlashDraftModel; it can't be used here")
+    if raw.get("model_type", "qwen3") != "qwen3":
+        raise DflashError(f"{file}: model_type {raw['model_type']!r}, expected qwen3; it can't be used here")
+    for name, neutral in _NEUTRAL.items():
+        for where in (raw, inner):
+            if where.get(name, neutral) not in {neutral, None}:
+                raise DflashError(f"{file}: {name} = {where[name]!r} is not supported, only {neutral!r}")
+    windows = set(raw.get("layer_types") or []) - {"full_attention"}
+    if windows or (raw.get("use_sliding_window") and raw.get("sliding_window")):
+        what = ", ".join(sorted(windows)) or f"a sliding window of {raw['sliding_window']}"
+        raise DflashError(
+            f"{file}: {what}: engines disagree about windows inside a block; only full_attention layers are supported"
+        )
+
+
+def _either(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any], name: str) -> Any:
+    """A value from the top level or `dflash_config`; DflashError if it is in neither, or differs between them."""
+    found = [where[name] for where in (raw, inner) if where.get(name) is not None]
+    if not found:
+        raise DflashError(f"{file} lacks {name}, at its top level and in dflash_config: not a DFlash drafter's config")
+    if any(value != found[0] for value in found):
+        raise DflashError(f"{file} says {name} = {found[0]} at its top level and {found[1]} in dflash_config; mend it")
+    return found[0]
+
+
+def _tensors(file: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file, which must be exactly those expected, of the same shapes and one floating dtype."""
+    try:
+        with safe_open(file, "pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError) as error:
+        raise DflashError(f"{file} can't be read: {error}; write or download the drafter again") from error
+    wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
+    wrong += [f"{name} is unknown" for name in tensors.keys() - expected.keys()]
+    wrong += [
+        f"{name} is {list(tensors[name].shape)}, expected {list(value.shape)}"
+        for name, value in expected.items()
+        if name in tensors and tensors[name].shape != value.shape
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise DflashError(
+            f"{file} doesn't hold the {len(expected)} tensors of its config.json: {', '.join(sorted(wrong)[:4])}{more}"
+        )
+    if len(kinds := {value.dtype for value in tensors.values()}) > 1 or not all(
+        kind.is_floating_point for kind in kinds
+    ):
+        raise DflashError(
+            f"{file} holds {', '.join(sorted(map(str, kinds)))}: quantised or mixed weights are not supported"
+        )
+    return tensors

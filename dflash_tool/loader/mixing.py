@@ -1,0 +1,263 @@
+"""`MixingLoader`: a store and its plans -> optimizer steps, resumable at any step.
+
+    for step in loader:             # from state_dict() on, over all epochs
+        for batch in step:          # this rank's microbatches, in plan order
+            inputs = batch.to(device, torch.float32)
+            ...
+        optimizer.step()
+        save(loader.state_dict())   # this step is consumed: its last batch has been used
+
+Asking for the next batch (or for the end of the step) gives the memory of the last one back; so does
+`batch.release()`. Which samples a step holds is the plan's word alone: threads, window, ranks and microbatch
+budgets don't enter.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_tool.buckets import StepPlan, assign
+from dflash_tool.errors import ConfigError, DataError
+from dflash_tool.loader.batch import MixedBatch
+from dflash_tool.loader.prefetch import PlannedStep, Prefetch, batch_bytes
+from dflash_tool.loader.reader import SampleReader, VerifyReads
+from dflash_tool.store.reader import HiddenStore
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderCounters:
+    """What a loader has done so far.
+
+    waited: seconds that the consumer waited for data; bytes_read: of hidden states; samples_checked: reads whose rows
+    were held against their hash; peak_bytes: the most that was in flight at once.
+    """
+
+    waited: float
+    bytes_read: int
+    samples_read: int
+    samples_checked: int
+    peak_bytes: int
+
+
+class LoadedStep:
+    """One optimizer step. Iterating, once, yields the batches of this rank: none where it has no work.
+
+    epoch, index: its place; rows: int64 `[G]`, sample rows of the whole step (all ranks) in the order of the epoch.
+    """
+
+    def __init__(self, planned: PlannedStep, batches: Iterator[MixedBatch]) -> None:
+        self.epoch, self.index, self.rows = planned.epoch, planned.index, planned.rows
+        self._count = len(planned.microbatches)
+        self._batches = batches
+
+    def __len__(self) -> int:
+        """Count the microbatches of this rank."""
+        return self._count
+
+    def __iter__(self) -> Iterator[MixedBatch]:
+        return self._batches
+
+
+class MixingLoader:
+    """Iterates over optimizer steps, reading ahead with `threads` threads within `window_bytes` bytes.
+
+    A context manager; `close` (or leaving an iteration) joins the threads. One consumer, one iteration at a time.
+
+    Args:
+        store: opened; its samples in `rows` must be committed.
+        rows: int64 `[M]`, sample rows that are trained on; row i of a plan is sample row `rows[i]`.
+        plan_of: the plan of an epoch, a pure function (see `epoch_plans`); called in a reading thread.
+        layers: aux layer ids, strictly ascending, any of the store's.
+        epochs: how many there are in all.
+        window_bytes: the most bytes of batches that are being read, wait or are in use. Page-locked at once if `pin`.
+        threads: that read, at least 1.
+        verify: hold rows against their hash the first time they are read, always or never.
+        pin: page-locked memory, for CUDA.
+        rank, world: this rank's share of each step is `assign(step, world)[rank]`.
+
+    Raises:
+        ConfigError: a layer that the store lacks; a window too small for the largest microbatch the budget allows;
+            `threads` or `epochs` below 1.
+        DataError: no rows.
+        ValueError: wrong `layers`, `verify`, `rank`.
+    """
+
+    def __init__(
+        self,
+        store: HiddenStore,
+        rows: Int64s,
+        plan_of: Callable[[int], StepPlan],
+        *,
+        layers: tuple[int, ...],
+        epochs: int,
+        window_bytes: int,
+        threads: int,
+        verify: VerifyReads,
+        pin: bool = False,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        if len(rows) == 0:
+            raise DataError(f"the store {store.root} has no sample to train on: extract more, or hold out less")
+        for name, value in (("loader threads", threads), ("--epochs", epochs)):
+            if value < 1:
+                raise ConfigError(f"{name}: got {value}, allowed 1 or more")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} of {world}")
+        self._reader = SampleReader(store, layers, verify)
+        self._rows, self._plan_of, self._epochs = rows, plan_of, epochs
+        self._window_bytes, self._threads, self._pin = window_bytes, threads, pin
+        self._rank, self._world = rank, world
+        plan = plan_of(0)
+        self._check_window(plan, int(store.samples.lengths[rows].max()))
+        self._position = (0, 0, plan.samples_fingerprint)  # epoch, steps of it that are consumed, plan
+        self._prefetch: Prefetch | None = None
+        self._error: BaseException | None = None
+        self._ended = LoaderCounters(waited=0.0, bytes_read=0, samples_read=0, samples_checked=0, peak_bytes=0)
+
+    def __iter__(self) -> Iterator[LoadedStep]:
+        """Yield the steps that are not consumed yet. Each must be read to its end before the next is asked for.
+
+        Raises (here or from a step): StoreError for a sample that is missing, damaged or changed, naming sample, shard
+        and rows; RuntimeError if a step wasn't read to its end; LoaderClosed after `close`; what `abort` was given.
+        """
+        self.close()
+        epoch, done, _ = self._position
+        prefetch = self._prefetch = Prefetch(
+            self._steps(epoch, done),
+            self._reader,
+            window_bytes=self._window_bytes,
+            threads=self._threads,
+            pin=self._pin,
+        )
+        batch_number = step_number = 0
+        try:
+            if self._error is not None:
+                raise self._error
+            prefetch.start()
+            while (planned := prefetch.take_step(step_number)) is not None:
+                yield LoadedStep(planned, self._batches(prefetch, planned, batch_number))
+                if self._position != _after(planned):
+                    raise RuntimeError(f"step {planned.index} of epoch {planned.epoch} wasn't read to its end")
+                batch_number += len(planned.microbatches)
+                step_number += 1
+        finally:
+            self._end(prefetch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say what is consumed: `step` steps of epoch `epoch`, of the plan with this `samples_fingerprint`."""
+        epoch, step, fingerprint = self._position
+        return {"epoch": epoch, "step": step, "samples_fingerprint": fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on (or back) to where `state_dict` was taken; a running iteration ends. All or nothing.
+
+        Raises:
+            ConfigError: the state isn't one of these plans, with the two fingerprints; or out of their range.
+        """
+        epoch, step, fingerprint = state["epoch"], state["step"], state["samples_fingerprint"]
+        if not 0 <= epoch < self._epochs:
+            raise ConfigError(
+                f"the checkpoint stands in epoch {epoch} (counted from 0), this run has {self._epochs}: "
+                "give more --epochs"
+            )
+        plan = self._plan_of(epoch)
+        if fingerprint != plan.samples_fingerprint:
+            raise ConfigError(
+                f"the checkpoint stands in epoch {epoch} of another plan of steps: samples fingerprint {fingerprint}, "
+                f"here {plan.samples_fingerprint} of {len(self._rows)} training samples, seed {plan.seed}, "
+                f"--batch-samples {plan.batch_samples}. The store's samples or buckets, --val-fraction, --val-samples, "
+                "--seed or --batch-samples differ: use those of the checkpoint, or another --out"
+            )
+        if not 0 <= step <= len(plan):
+            raise ConfigError(f"the checkpoint stands at step {step}, epoch {epoch} has {len(plan)}: it is damaged")
+        self.close()
+        self._position = (epoch, step, fingerprint)
+
+    def counters(self) -> LoaderCounters:
+        """Tell what was done so far, over all iterations."""
+        prefetch, reader = self._prefetch, self._reader
+        return replace(
+            self._ended,
+            waited=self._ended.waited + (prefetch.waited() if prefetch else 0.0),
+            peak_bytes=max(self._ended.peak_bytes, prefetch.peak_bytes() if prefetch else 0),
+            bytes_read=reader.bytes_read,
+            samples_read=reader.samples_read,
+            samples_checked=reader.samples_checked,
+        )
+
+    def abort(self, error: BaseException) -> None:
+        """Let the iteration, and any that is begun later, raise `error`, even while it waits. From any thread."""
+        self._error = self._error or error
+        prefetch = self._prefetch
+        if prefetch is not None:
+            prefetch.abort(self._error)
+
+    def close(self) -> None:
+        """End a running iteration and join its threads. The loader can be iterated again."""
+        if self._prefetch is not None:
+            self._end(self._prefetch)
+
+    def __enter__(self) -> "MixingLoader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end(self, prefetch: Prefetch) -> None:
+        prefetch.close()
+        if self._prefetch is prefetch:
+            self._ended = self.counters()
+            self._prefetch = None
+
+    def _steps(self, epoch: int, done: int) -> Iterator[PlannedStep]:
+        """Plan the steps still to do, one at a time. Runs in the reading threads."""
+        for current in range(epoch, self._epochs):
+            plan = self._plan_of(current)
+            for index in range(done if current == epoch else 0, len(plan)):
+                step = plan.step(index)
+                share = (step.microbatches[place] for place in assign(step, self._world)[self._rank])
+                yield PlannedStep(
+                    epoch=current,
+                    index=index,
+                    rows=self._rows[plan.samples(index)],
+                    microbatches=tuple(replace(batch, rows=self._rows[batch.rows]) for batch in share),
+                    fingerprint=plan.samples_fingerprint,
+                )
+
+    def _batches(self, prefetch: Prefetch, planned: PlannedStep, first: int) -> Iterator[MixedBatch]:
+        for number in range(first, first + len(planned.microbatches)):
+            try:
+                batch = prefetch.take_batch(number)
+            except BaseException:
+                self._end(prefetch)
+                raise
+            try:
+                yield batch
+            finally:
+                batch.release()
+        self._position = _after(planned)
+
+    def _check_window(self, plan: StepPlan, longest: int) -> None:
+        """Refuse a window that the largest batch might not fit into: in hours it would be too late."""
+        tokens = max(longest, min(plan.context_budget, plan.batch_samples * longest))
+        needed = batch_bytes(tokens, self._reader.row_bytes)
+        if needed > self._window_bytes:
+            raise ConfigError(
+                f"the loader's window of {self._window_bytes:,} bytes is smaller than a microbatch can be: {tokens:,} "
+                f"tokens of {self._reader.row_bytes:,} bytes, {needed:,} bytes in all (longest sample {longest:,} "
+                f"tokens, budget {plan.context_budget:,}); use a larger --inflight-gib or a smaller --microbatch-tokens"
+            )
+
+
+def _after(step: PlannedStep) -> tuple[int, int, str]:
+    """The position once a step is consumed."""
+    return step.epoch, step.index + 1, step.fingerprint

@@ -1,0 +1,73 @@
+"""What a training run was asked to do, and the state that a checkpoint carries beside its tensors."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from dflash_tool.schemas.config import int_list
+
+
+class TrainConfig(BaseModel):
+    """Everything that decides what `train` does; None means "choose by the store, the block size or the device".
+
+    Defaults are the DFlash paper's where it gives them. `warmup` is a share of all steps; `microbatch_tokens` counts
+    context tokens of one forward, padding included.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store: Path
+    out: Path
+    block_size: int = Field(default=16, ge=2)
+    draft_layers: int = Field(default=5, ge=1)
+    aux_layers: Annotated[tuple[int, ...] | None, BeforeValidator(int_list)] = None
+    mask_token_id: int | None = Field(default=None, ge=0)
+    anchors: int = Field(default=512, ge=1)
+    gamma: float | None = Field(default=None, gt=0)
+    lr: float = Field(default=6e-4, gt=0)
+    warmup: float = Field(default=0.04, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+    epochs: int = Field(default=6, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    batch_samples: int = Field(default=512, ge=1)
+    microbatch_tokens: int | None = Field(default=None, ge=1)
+    grad_checkpointing: bool = False
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    val_fraction: float = Field(default=0.01, ge=0, lt=1)
+    val_samples: int = Field(default=512, ge=0)
+    val_every: int = Field(default=200, ge=1, description="steps")
+    save_every: int = Field(default=200, ge=1, description="steps")
+    log_every: int = Field(default=10, ge=1, description="steps")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints kept, beside the best")
+    drafter_device: str = "auto"
+    inflight_gib: float | None = Field(default=None, gt=0)
+    loader_threads: int = Field(default=2, ge=1)
+    verify_reads: Literal["first", "always", "never"] = "first"
+
+
+# What may differ between a checkpoint and the run that goes on from it: none of it changes a step's result.
+MAY_CHANGE = {
+    "store", "out", "microbatch_tokens", "grad_checkpointing", "val_every", "save_every", "log_every", "keep",
+    "drafter_device", "inflight_gib", "loader_threads", "verify_reads",
+}  # fmt: skip
+
+
+class TrainState(BaseModel):
+    """`state.json` of a checkpoint: where the run stands. Tensors lie beside it, as safetensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["dflash-checkpoint"] = "dflash-checkpoint"
+    format_version: Literal[1] = 1
+    step: int = Field(ge=0, description="optimizer steps taken")
+    total_steps: int = Field(ge=1)
+    loader: dict[str, Any] = Field(description="MixingLoader.state_dict()")
+    config: dict[str, Any] = Field(description="the resolved TrainConfig")
+    store_settings: str = Field(description="fingerprint of the store's settings")
+    best_walk_tau: float | None = None
+    best_step: int | None = None
+    validation: dict[str, Any] | None = Field(default=None, description="the newest validation row")
+    threads: int = Field(description="torch threads: another number gives other bits")
+    versions: dict[str, str]
