@@ -13,7 +13,8 @@ Legend: N blocks, B slots a block, R samples (rows), S context positions, A quer
 D head size.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from dflash_tool.drafter.anchors import Anchors
 
 Backend = Literal["two-part", "flex"]
-_CHUNK_SCORES = 1 << 19  # context scores of a chunk: 2 MiB in fp32, which stays in a core's cache
+_CHUNK_SCORES = 1 << 18  # context scores of a chunk: 1 MiB in fp32, which stays in a core's cache
 
 
 class Chunk(NamedTuple):
@@ -117,18 +118,11 @@ def block_attention(
 
         gathered: Tensor = flex_blocks(q_NBAD, k_NBKD, v_NBKD, k_RSKD, v_RSKD, plan.mask)
         return gathered
-    blocks, slots, heads, width = q_NBAD.shape
-    kv = k_NBKD.shape[2]
     dtype = torch.promote_types(v_NBKD.dtype, torch.float32)
-    q = q_NBAD.to(dtype).mul(width**-0.5).view(blocks, slots, kv, heads // kv, width)
     out: Tensor = _TwoPart.apply(  # type: ignore[no-untyped-call]
-        q.permute(2, 0, 3, 1, 4).reshape(kv, blocks, -1, width),
-        *(x.to(dtype).permute(2, 0, 1, 3).contiguous() for x in (k_NBKD, v_NBKD)),
-        *(x.to(dtype).permute(0, 2, 1, 3).contiguous() for x in (k_RSKD, v_RSKD)),
-        plan,
+        *(x.to(dtype) for x in (q_NBAD, k_NBKD, v_NBKD, k_RSKD, v_RSKD)), plan
     )
-    out = out.view(kv, blocks, heads // kv, slots, width).permute(1, 3, 0, 2, 4)
-    return out.reshape(blocks, slots, heads, width).to(v_NBKD.dtype)
+    return out.to(v_NBKD.dtype)
 
 
 def _chunks(sample: NDArray[np.int64], position: NDArray[np.int64], rows: int) -> Iterator[Chunk]:
@@ -146,71 +140,117 @@ def _chunks(sample: NDArray[np.int64], position: NDArray[np.int64], rows: int) -
 
 
 class _TwoPart(torch.autograd.Function):
-    """Two-part attention; x is a chunk's [K, n, G*B, ...] part of queries that are scaled already."""
+    """Two-part attention in the layout of its inputs: only a chunk at a time is put in order for the products.
+
+    Inside, a chunk's queries are rows [K, n*G*B, D] for the context and [n*K, G*B, D] for their own blocks.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q_KNXD: Tensor, k_KNBD: Tensor, v_KNBD: Tensor, k_RKSD: Tensor, v_RKSD: Tensor, plan: AttentionPlan
+        ctx: Any, q_NBAD: Tensor, k_NBKD: Tensor, v_NBKD: Tensor, k_RSKD: Tensor, v_RSKD: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        out = torch.empty_like(q_KNXD)
-        lse = q_KNXD.new_empty(q_KNXD.shape[:-1])
+        out_NBAD = torch.empty_like(q_NBAD, memory_format=torch.contiguous_format)
+        blocks, slots, heads, width = q_NBAD.shape
+        groups = heads // k_NBKD.shape[2]
+        lse_KNX = q_NBAD.new_empty(heads // groups, blocks, groups * slots)
+        room = _room(q_NBAD, plan)
         for chunk in plan.chunks:
             part = slice(chunk.first, chunk.last)
-            seen, own = _scores(q_KNXD[:, part], k_KNBD[:, part], k_RKSD, chunk, plan)
+            q = _rows(q_NBAD[part], groups).mul_(width**-0.5)
+            seen, own = _scores(q, k_NBKD[part], k_RSKD, chunk, plan, room)
             top = own.amax(-1)
             if chunk.context:
                 top = torch.maximum(top, seen.amax(-1))
             own = own.sub_(top.unsqueeze(-1)).exp_()
             total = own.sum(-1)
-            result = own @ v_KNBD[:, part]
+            result = own @ _own(v_NBKD[part])
             if chunk.context:
                 seen = seen.sub_(top.unsqueeze(-1)).exp_()
                 total += seen.sum(-1)
-                result += (seen.flatten(1, 2) @ v_RKSD[chunk.sample, :, : chunk.context]).view_as(result)
-            out[:, part] = result.div_(total.unsqueeze(-1))
-            lse[:, part] = total.log_().add_(top)
-        ctx.save_for_backward(q_KNXD, k_KNBD, v_KNBD, k_RKSD, v_RKSD, out, lse)
+                values = _context(v_RSKD, chunk)
+                result.flatten(1, 2).baddbmm_(seen.flatten(1, 2), values)
+            _put(out_NBAD[part], result.div_(total.unsqueeze(-1)), groups)
+            lse_KNX[:, part] = total.log_().add_(top)
+        ctx.save_for_backward(q_NBAD, k_NBKD, v_NBKD, k_RSKD, v_RSKD, out_NBAD, lse_KNX)
         ctx.plan = plan
-        return out
+        return out_NBAD
 
     @staticmethod
-    def backward(ctx: Any, grad_KNXD: Tensor) -> tuple[Tensor | None, ...]:
-        q_KNXD, k_KNBD, v_KNBD, k_RKSD, v_RKSD, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_NBAD: Tensor) -> tuple[Tensor | None, ...]:
+        q_NBAD, k_NBKD, v_NBKD, k_RSKD, v_RSKD, out_NBAD, lse_KNX = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
-        grad_KNXD = grad_KNXD.contiguous()
-        inner = (grad_KNXD * out).sum(-1, keepdim=True)
-        lse = lse.unsqueeze(-1)
-        dq, dk, dv = torch.empty_like(q_KNXD), torch.empty_like(k_KNBD), torch.empty_like(v_KNBD)
-        dk_seen, dv_seen = torch.zeros_like(k_RKSD), torch.zeros_like(v_RKSD)
+        width = q_NBAD.shape[-1]
+        groups = q_NBAD.shape[2] // k_NBKD.shape[2]
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_NBAD, k_NBKD, v_NBKD))
+        dk_seen, dv_seen = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k_RSKD, v_RSKD))
+        room, more_room = _room(q_NBAD, plan), _room(q_NBAD, plan)
         for chunk in plan.chunks:
             part = slice(chunk.first, chunk.last)
-            q, grad = q_KNXD[:, part], grad_KNXD[:, part]
-            seen, own = _scores(q, k_KNBD[:, part], k_RKSD, chunk, plan)
-            own = own.sub_(lse[:, part]).exp_()
-            dv[:, part] = own.transpose(-1, -2) @ grad
-            d_own = (grad @ v_KNBD[:, part].transpose(-1, -2)).sub_(inner[:, part]).mul_(own)
-            dk[:, part] = d_own.transpose(-1, -2) @ q
-            d_part = d_own @ k_KNBD[:, part]
+            q, grad = _rows(q_NBAD[part], groups).mul_(width**-0.5), _rows(grad_NBAD[part], groups)
+            inner = (grad * _rows(out_NBAD[part], groups)).sum(-1, keepdim=True)
+            lse = lse_KNX[:, part, :, None]
+            seen, own = _scores(q, k_NBKD[part], k_RSKD, chunk, plan, room)
+            own = own.sub_(lse).exp_()
+            _own(dv[part]).copy_(own.transpose(-1, -2) @ grad)
+            d_own = (grad @ _own(v_NBKD[part]).transpose(-1, -2)).sub_(inner).mul_(own)
+            _own(dk[part]).copy_(d_own.transpose(-1, -2) @ q)
+            dq_part = d_own @ _own(k_NBKD[part])
             if chunk.context:
-                keys, values = (x[chunk.sample, :, : chunk.context] for x in (k_RKSD, v_RKSD))
                 flat_q, flat_grad = q.flatten(1, 2), grad.flatten(1, 2)
-                seen = seen.sub_(lse[:, part]).exp_().flatten(1, 2)
-                dv_seen[chunk.sample, :, : chunk.context] += seen.transpose(-1, -2) @ flat_grad
-                d_seen = flat_grad @ values.transpose(-1, -2)
-                d_seen = d_seen.sub_(inner[:, part].flatten(1, 2)).mul_(seen)
-                dk_seen[chunk.sample, :, : chunk.context] += d_seen.transpose(-1, -2) @ flat_q
-                d_part += (d_seen @ keys).view_as(d_part)
-            dq[:, part] = d_part
+                seen = seen.sub_(lse).exp_().flatten(1, 2)
+                _context(dv_seen, chunk).add_(torch.bmm(seen.transpose(1, 2), flat_grad))
+                d_seen = torch.bmm(flat_grad, _context(v_RSKD, chunk).transpose(1, 2), out=_like(more_room, seen.shape))
+                d_seen = d_seen.sub_(inner.flatten(1, 2)).mul_(seen)
+                _context(dk_seen, chunk).add_(torch.bmm(d_seen.transpose(1, 2), flat_q))
+                dq_part.flatten(1, 2).baddbmm_(d_seen, _context(k_RSKD, chunk))
+            _put(dq[part], dq_part.mul_(width**-0.5), groups)
         return dq, dk, dv, dk_seen, dv_seen, None
 
 
-def _scores(q: Tensor, k: Tensor, k_RKSD: Tensor, chunk: Chunk, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+def _rows(x_nBAD: Tensor, groups: int) -> Tensor:
+    """A chunk of queries as new rows [K, n, G*B, D]."""
+    blocks, slots, _, width = x_nBAD.shape
+    x = x_nBAD.view(blocks, slots, -1, groups, width).permute(2, 0, 3, 1, 4)
+    return x.clone(memory_format=torch.contiguous_format).view(-1, blocks, groups * slots, width)
+
+
+def _put(x_nBAD: Tensor, rows: Tensor, groups: int) -> None:
+    """The reverse of `_rows`."""
+    blocks, slots, _, width = x_nBAD.shape
+    ordered = rows.view(-1, blocks, groups, slots, width).permute(1, 3, 0, 2, 4)
+    x_nBAD.view(blocks, slots, -1, groups, width).copy_(ordered)
+
+
+def _own(x_nBKD: Tensor) -> Tensor:
+    """Keys or values of a chunk's own slots, [K, n, B, D] (a view)."""
+    return x_nBKD.permute(2, 0, 1, 3)
+
+
+def _context(x_RSKD: Tensor, chunk: Chunk) -> Tensor:
+    """Keys or values that a chunk sees, [K, c, D] (a view)."""
+    return x_RSKD[chunk.sample, : chunk.context].transpose(0, 1)
+
+
+def _room(q_NBAD: Tensor, plan: AttentionPlan) -> Tensor:
+    """Memory for the largest chunk's context scores, used again and again."""
+    _, slots, heads, _ = q_NBAD.shape
+    largest = max(((chunk.last - chunk.first) * chunk.context for chunk in plan.chunks), default=0)
+    return q_NBAD.new_empty(largest * slots * heads)
+
+
+def _like(room: Tensor, shape: Sequence[int]) -> Tensor:
+    return room[: math.prod(shape)].view(shape)
+
+
+def _scores(
+    q: Tensor, k_nBKD: Tensor, k_RSKD: Tensor, chunk: Chunk, plan: AttentionPlan, room: Tensor
+) -> tuple[Tensor, Tensor]:
     """A chunk's scores over its context [K, n, G*B, c], -inf where hidden, and over its own slots [K, n, G*B, B]."""
-    own = q @ k.transpose(-1, -2)
+    own = q @ _own(k_nBKD).transpose(-1, -2)
     if not chunk.context:
         return own, own
-    keys = k_RKSD[chunk.sample, :, : chunk.context]
-    seen = (q.flatten(1, 2) @ keys.transpose(-1, -2)).view(*q.shape[:-1], chunk.context)
+    seen = _like(room, (*q.shape[:-1], chunk.context))
+    torch.bmm(q.flatten(1, 2), _context(k_RSKD, chunk).transpose(1, 2), out=seen.flatten(1, 2))
     if chunk.shared < chunk.context:  # between the first and the last anchor only some see the context
         places = torch.arange(chunk.shared, chunk.context, device=q.device)
         hidden = places >= plan.position[chunk.first : chunk.last, None, None]

@@ -28,6 +28,8 @@ def flex_mask(anchors: Anchors, *, samples: int, context: int, block_size: int, 
 
     A tile is full where all blocks of its queries see all its keys (only context can be), partial where some do.
     """
+    if block_size > TILE:  # then a block may reach over more tiles than its first and its last
+        raise ValueError(f"blocks of {block_size} slots: the flex back-end takes up to {TILE}")
     tiles_each = -(-context // TILE)
     query_tiles = max(1, -(-len(anchors) * block_size // TILE))
     slots = np.arange(query_tiles * TILE)
@@ -49,8 +51,6 @@ def flex_mask(anchors: Anchors, *, samples: int, context: int, block_size: int, 
     partial = (some > 0) & ~full
     for own in (of * block_size // TILE, np.minimum((of + 1) * block_size - 1, slots[-1]) // TILE):
         partial[tile, samples * tiles_each + own] = True
-    if block_size > TILE:  # then a block may reach over more tiles than its first and its last
-        raise ValueError(f"blocks of {block_size} slots: the flex back-end takes up to {TILE}")
 
     place = np.arange(tiles_each * TILE)
     key_group = np.concatenate((np.repeat(np.arange(samples), len(place)), samples + block))

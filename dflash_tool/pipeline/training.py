@@ -95,7 +95,8 @@ def train(config: TrainConfig, telemetry: TrainTelemetry | None = None) -> Train
     try:
         with RunLock(config.out), StopSignals() as stop, run.loader:
             resumed = _resume(run)
-            with stop.forward_to(run.stop.append), MetricsLog(config.out, after_step=run.loop.steps_done) as metrics:
+            kept = resumed.state.step if resumed else -1
+            with stop.forward_to(run.stop.append), MetricsLog(config.out, after_step=kept) as metrics:
                 return _train(run, resumed, metrics)
     except BaseException:
         if made and not (config.out / SETTINGS).exists():  # refused before it began: leave no trace
