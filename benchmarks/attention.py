@@ -126,7 +126,7 @@ def compare(case: tuple[int, int, int], wanted: float, rounds: int, threads: int
     met = speed >= wanted and my_peak < 0.5 * their_peak and worst < 1e-5
     print(
         f"{case[0]:>7}  {case[1]:>3} x {case[2]:<2}  {theirs:>8.0f}  {mine:>8.0f}  {speed:>6.1f}  {wanted:>6.1f}  "
-        f"{their_peak:>8}  {my_peak:>8}  {my_peak / max(their_peak, 1):>5.2f}  {worst:>8.1e}  {'' if met else 'MISSED'}",
+        f"{their_peak:>9}  {my_peak:>8}  {my_peak / max(their_peak, 1):>5.2f}  {worst:>8.1e}{'' if met else '  MISSED'}",
         flush=True,
     )
     return met
