@@ -86,15 +86,18 @@ def measure(name: str, folder: Path, samples: int, pairs: int, scratch: Path) ->
 
 
 def load(plan: ExtractionPlan) -> TargetModel:
-    """The truncated target that `extract` runs."""
+    """The truncated target that `extract` runs, without the hooks that capture."""
     resolved = plan.resolved
-    return TargetModel.load(
+    target = TargetModel.load(
         resolved.target,
         layers=resolved.layers,
         device=resolved.devices[0],
         dtype=resolved.dtype,
         store_dtype="bfloat16",
     )
+    for module in target.decoder.modules():
+        module._forward_hooks.clear()
+    return target
 
 
 @torch.inference_mode()

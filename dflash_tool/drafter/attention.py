@@ -26,7 +26,7 @@ from torch import Tensor
 from dflash_tool.drafter.anchors import Anchors
 
 Backend = Literal["two-part", "flex"]
-_CHUNK_SCORES = 1 << 18  # context scores of a chunk: 1 MiB in fp32, which stays in a core's cache
+_CHUNK_SCORES = 1 << 18  # context scores of a chunk, for each thread: 1 MiB in fp32, which stays in a core's cache
 
 
 class Chunk(NamedTuple):
@@ -126,14 +126,14 @@ def block_attention(
 
 
 def _chunks(sample: NDArray[np.int64], position: NDArray[np.int64], rows: int) -> Iterator[Chunk]:
-    """Cut the sorted blocks so that a chunk's scores (`rows` a block and context position) stay in the cache."""
-    first = 0
+    """Cut the sorted blocks so that a chunk's scores (`rows` a block and context position) stay in the caches."""
+    first, limit = 0, _CHUNK_SCORES * min(torch.get_num_threads(), 8)
     where, anchors = sample.tolist(), position.tolist()
     for at in range(1, len(where) + 1):
         if (
             at == len(where)
             or where[at] != where[first]
-            or (at + 1 - first) * anchors[at] * rows > _CHUNK_SCORES
+            or (at + 1 - first) * anchors[at] * rows > limit
         ):  # fmt: skip
             yield Chunk(where[first], first, at, anchors[at - 1], anchors[first])
             first = at

@@ -12,7 +12,6 @@ from dflash_tool.loader.mixing import LoadedStep, LoaderCounters, MixingLoader
 from dflash_tool.loader.plans import anchor_counts, epoch_plans
 from dflash_tool.loader.prefetch import LoaderClosed
 from dflash_tool.loader.reader import VERIFY_READS, VerifyReads
-from dflash_tool.loader.ring import Ring
 from dflash_tool.loader.validation import split_validation
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "LoaderCounters",
     "MixedBatch",
     "MixingLoader",
-    "Ring",
     "VerifyReads",
     "anchor_counts",
     "epoch_plans",

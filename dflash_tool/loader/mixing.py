@@ -25,6 +25,7 @@ from dflash_tool.errors import ConfigError, DataError
 from dflash_tool.loader.batch import MixedBatch
 from dflash_tool.loader.prefetch import PlannedStep, Prefetch, batch_bytes
 from dflash_tool.loader.reader import SampleReader, VerifyReads
+from dflash_tool.loader.ring import ring_memory
 from dflash_tool.store.reader import HiddenStore
 
 Int64s = NDArray[np.int64]
@@ -118,23 +119,24 @@ class MixingLoader:
         self._check_window(plan, int(store.samples.lengths[rows].max()))
         self._position = (0, 0, plan.samples_fingerprint)  # epoch, steps of it that are consumed, plan
         self._prefetch: Prefetch | None = None
+        self._memory: NDArray[np.uint8] | None = None  # made once: a second iteration uses it again
         self._error: BaseException | None = None
         self._ended = LoaderCounters(waited=0.0, bytes_read=0, samples_read=0, samples_checked=0, peak_bytes=0)
 
     def __iter__(self) -> Iterator[LoadedStep]:
         """Yield the steps that are not consumed yet. Each must be read to its end before the next is asked for.
 
+        Batches of an iteration before this one lose their memory.
+
         Raises (here or from a step): StoreError for a sample that is missing, damaged or changed, naming sample, shard
         and rows; RuntimeError if a step wasn't read to its end; LoaderClosed after `close`; what `abort` was given.
         """
         self.close()
         epoch, done, _ = self._position
+        if self._memory is None:
+            self._memory = ring_memory(self._window_bytes, pin=self._pin)
         prefetch = self._prefetch = Prefetch(
-            self._steps(epoch, done),
-            self._reader,
-            window_bytes=self._window_bytes,
-            threads=self._threads,
-            pin=self._pin,
+            self._steps(epoch, done), self._reader, memory=self._memory, threads=self._threads
         )
         batch_number = step_number = 0
         try:

@@ -1,9 +1,9 @@
 """Reads batches ahead of their consumer: a few threads, one ring of memory, two queues in plan order.
 
-There is no dispatcher: a free thread draws the next *sample*, under a lock; the one that draws the first sample of
-a batch takes the batch's memory and waits for it there (the others wait for the lock: there is nothing else to
-do). So all threads work on the batch that is needed next, even if the ring holds only one. Whoever finishes a
-batch's last sample puts it into the queue, from which the consumer takes it by number.
+There is no dispatcher: a free thread draws the next *samples*, about a MB, under a lock; the one that draws the
+first of a batch takes the batch's memory and waits for it there (the others wait for the lock: there is nothing
+else to do). So all threads work on the batch that is needed next, even if the ring holds only one. Whoever finishes
+a batch's last sample puts it into the queue, from which the consumer takes it by number.
 
 No deadlock: batches take memory in the order in which they are consumed, and no put ever waits.
 """
@@ -31,6 +31,7 @@ _TORCH_DTYPE: dict[StoreDtype, torch.dtype] = {
     "float32": torch.float32,
 }
 _ID_BYTES, _MASK_BYTES = 8, 1
+_DRAWN_BYTES = 1 << 20
 
 
 class LoaderClosed(Exception):  # noqa: N818 - not a fault, and nothing a user should meet
@@ -64,10 +65,10 @@ class Prefetch:
     """
 
     def __init__(
-        self, steps: Iterator[PlannedStep], reader: SampleReader, *, window_bytes: int, threads: int, pin: bool
+        self, steps: Iterator[PlannedStep], reader: SampleReader, *, memory: NDArray[np.uint8], threads: int
     ) -> None:
         self._reader = reader
-        self._ring = Ring(window_bytes, pin=pin)
+        self._ring = Ring(memory)
         self._steps: BucketedHSQueue[PlannedStep] = BucketedHSQueue()
         self._batches: BucketedHSQueue[MixedBatch] = BucketedHSQueue()
         self._work = self._microbatches(steps)
@@ -126,15 +127,15 @@ class Prefetch:
     def _run(self) -> None:
         try:
             while (drawn := self._draw()) is not None:
-                loading, place = drawn
-                if loading.read(place, self._reader):
+                loading, places = drawn
+                if loading.read(places, self._reader):
                     batch = loading.batch(self._reader, self._ring)
                     self._batches.put(Item(loading.number, batch.bucket, 0, batch))
         except BaseException as error:  # handed to the consumer, whatever it is
             self.abort(error)
 
-    def _draw(self) -> "tuple[_Loading, int] | None":
-        """The next sample to read: its batch and its place there. None when there is nothing left to do."""
+    def _draw(self) -> "tuple[_Loading, range] | None":
+        """The next samples to read: their batch and their places there. None when there is nothing left to do."""
         with self._drawing:
             while not self._stopping:
                 if self._loading is not None and self._loading.undrawn:
@@ -173,19 +174,22 @@ class _Loading:
         self._states = states.reshape(len(reader.layers), count, width, store.width)
         self._loss_mask = memory[end : end + tokens].reshape(count, width)
         self._lock = threading.Lock()
+        self._at_once = max(1, _DRAWN_BYTES // (reader.row_bytes * width))
         self.undrawn = self._unread = count
 
-    def draw(self) -> int:
-        """The place of a sample that nobody reads yet, the longest first. Needs the drawing lock."""
-        self.undrawn -= 1
-        return self.undrawn
+    def draw(self) -> range:
+        """The places of samples that nobody reads yet, the longest. Needs the drawing lock."""
+        end = self.undrawn
+        self.undrawn = max(0, end - self._at_once)
+        return range(self.undrawn, end)
 
-    def read(self, place: int, reader: SampleReader) -> bool:
-        """Read one sample into its place; returns whether that was the last one of the batch."""
-        row = int(self._microbatch.rows[place])
-        reader.read(row, self._states[:, place], self._input_ids[place], self._loss_mask[place])
+    def read(self, places: range, reader: SampleReader) -> bool:
+        """Read samples into their places; returns whether those were the last ones of the batch."""
+        part = slice(places.start, places.stop)
+        rows = self._microbatch.rows[part].tolist()
+        reader.read(rows, self._states[:, part], self._input_ids[part], self._loss_mask[part])
         with self._lock:
-            self._unread -= 1
+            self._unread -= len(places)
             return self._unread == 0
 
     def batch(self, reader: SampleReader, ring: Ring) -> MixedBatch:

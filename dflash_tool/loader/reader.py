@@ -1,4 +1,4 @@
-"""One sample from the store into its place in a batch, by any number of threads."""
+"""Samples from the store into their places in a batch, by any number of threads."""
 
 import threading
 from typing import Any, Literal, get_args
@@ -44,22 +44,32 @@ class SampleReader:
         self._lock = threading.Lock()
         self.samples_read = self.samples_checked = self.bytes_read = 0
 
-    def read(self, row: int, states: NDArray[Any], input_ids: NDArray[np.int64], loss_mask: NDArray[np.uint8]) -> None:
-        """Fill states `[n, S, H]`, input_ids `[S]` and loss_mask `[S]`, with zeros behind the sample.
+    def read(
+        self, rows: list[int], states: NDArray[Any], input_ids: NDArray[np.int64], loss_mask: NDArray[np.uint8]
+    ) -> None:
+        """Fill states `[n, B, S, H]`, input_ids `[B, S]` and loss_mask `[B, S]`, with zeros behind each sample.
 
         Raises:
-            StoreError: the sample isn't committed, its rows are damaged or changed; names sample, shard and rows.
+            StoreError: a sample isn't committed, its rows are damaged or changed; names sample, shard and rows.
         """
-        samples = self.store.samples
-        length = int(samples.lengths[row])
-        check = self._verify == "always" or (self._verify == "first" and not self._checked[row])
-        out: dict[LayerId, NDArray[Any]] = {layer: states[place, :length] for place, layer in enumerate(self.layers)}
-        self.store.read(row, self.layers, out, verify=check)
-        input_ids[:length], loss_mask[:length] = samples.tokens(row), samples.mask(row)
-        states[:, length:] = 0
-        input_ids[length:], loss_mask[length:] = 0, 0
+        samples, width = self.store.samples, input_ids.shape[1]
+        tokens = checks = 0
+        for place, row in enumerate(rows):
+            length = int(samples.lengths[row])
+            check = self._verify == "always" or (self._verify == "first" and not self._checked[row])
+            out: dict[LayerId, NDArray[Any]] = {
+                layer: states[at, place, :length] for at, layer in enumerate(self.layers)
+            }
+            self.store.read(row, self.layers, out, verify=check)
+            input_ids[place, :length], loss_mask[place, :length] = samples.tokens(row), samples.mask(row)
+            if length < width:
+                states[:, place, length:] = 0
+                input_ids[place, length:], loss_mask[place, length:] = 0, 0
+            tokens += length
+            if check:
+                self._checked[row] = True
+                checks += 1
         with self._lock:
-            self._checked[row] |= check
-            self.samples_checked += check
-            self.samples_read += 1
-            self.bytes_read += length * self.row_bytes
+            self.samples_read += len(rows)
+            self.samples_checked += checks
+            self.bytes_read += tokens * self.row_bytes

@@ -38,22 +38,27 @@ class Region:
     given_back: bool = False
 
 
-class Ring:
-    """At most `limit_bytes` (rounded down to `ALIGNMENT`) of memory, page-locked if `pin`.
+def ring_memory(limit_bytes: int, *, pin: bool) -> NDArray[np.uint8]:
+    """`limit_bytes` (rounded down to `ALIGNMENT`) bytes for a ring, page-locked at once if `pin`.
 
-    One thread at a time may `take`; any thread may `give_back`.
+    Otherwise what is never used is never really there.
+    """
+    size = limit_bytes // ALIGNMENT * ALIGNMENT
+    if pin:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return np.empty(size, np.uint8)  # numpy, unlike torch, asks for huge pages
+
+
+class Ring:
+    """Hands out `memory`, which `ring_memory` made. One thread at a time may `take`, any may `give_back`.
 
     Raises:
-        ConfigError: the limit is below `ALIGNMENT`.
+        ConfigError: there is no memory.
     """
 
-    def __init__(self, limit_bytes: int, *, pin: bool = False) -> None:
-        limit = limit_bytes // ALIGNMENT * ALIGNMENT
-        self.window = InflightWindow(limit, places=sys.maxsize)
-        # numpy asks for huge pages; memory that is never used is never really there
-        self._memory: NDArray[np.uint8] = (
-            torch.empty(limit, dtype=torch.uint8, pin_memory=True).numpy() if pin else np.empty(limit, np.uint8)
-        )
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self.window = InflightWindow(memory.nbytes, places=sys.maxsize)
+        self._memory = memory
         self._head = 0
         self._taken: deque[Region] = deque()
         self._lock = threading.Lock()

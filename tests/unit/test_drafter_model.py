@@ -248,3 +248,15 @@ def test_rope_stays_exact_in_bf16() -> None:
     assert model.bfloat16().rope.inv_freq.dtype == torch.float32
     assert model.dtype == torch.bfloat16
     assert model.rope(torch.arange(3), torch.bfloat16)[0].dtype == torch.float32
+
+
+def test_a_microbatch_without_anchors() -> None:
+    model, head, masks = small_drafter(), TargetHead(normal(61, 24)), [np.array([0, 1, 0])]
+    blocks = make_blocks([np.arange(3)], masks, every_anchor(masks), block_size=5)
+    hidden = model.draft_blocks(normal(1, 3, 72), head.noise(blocks, 60), blocks)
+    loss = decay_loss(hidden, blocks, decay_weights(5), head)
+    assert hidden.shape == (0, 5, 24)
+    assert loss.correct.shape == (0, 4)
+    assert loss.numerator.item() == loss.denominator == 0
+    gradients = torch.autograd.grad(loss.numerator, list(model.parameters()), materialize_grads=True)
+    assert not any(gradient.any() for gradient in gradients)

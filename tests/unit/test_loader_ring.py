@@ -8,8 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_tool.errors import ConfigError
-from dflash_tool.loader.ring import Region, Ring
+from dflash_tool.loader.ring import Region, Ring, ring_memory
 from dflash_tool.window import WindowClosed
+
+
+def ring_of(limit: int) -> Ring:
+    return Ring(ring_memory(limit, pin=False))
 
 
 def span(region: Region) -> tuple[int, int]:
@@ -21,7 +25,7 @@ def span(region: Region) -> tuple[int, int]:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data(), st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1000, 3000))
 def test_any_sizes_in_any_order_of_returns(data: st.DataObject, sizes: list[int], limit: int) -> None:
-    ring = Ring(limit + 64)
+    ring = ring_of(limit + 64)
     low, high = span(Region(ring._memory, 0, 0))
     held: list[Region] = []
     lock, arrived = threading.Lock(), threading.Semaphore(0)
@@ -66,7 +70,7 @@ def test_any_sizes_in_any_order_of_returns(data: st.DataObject, sizes: list[int]
 
 
 def test_a_batch_as_large_as_the_ring() -> None:
-    ring = Ring(256)
+    ring = ring_of(256)
     for _ in range(3):
         region = ring.take(0, 256)
         region.memory[:] = 1
@@ -77,7 +81,7 @@ def test_a_batch_as_large_as_the_ring() -> None:
 
 
 def test_returned_early_is_not_free_early() -> None:
-    ring = Ring(3 * 64)
+    ring = ring_of(3 * 64)
     first, second, third = (ring.take(0, 64) for _ in range(3))
     ring.give_back(second)
     assert ring.window.in_flight == 3 * 64  # what comes next would start where `first` is
@@ -91,7 +95,7 @@ def test_returned_early_is_not_free_early() -> None:
 
 
 def test_closed_while_waiting() -> None:
-    ring = Ring(64)
+    ring = ring_of(64)
     region = ring.take(0, 64)
     ring.window.close()
     with pytest.raises(WindowClosed):
@@ -102,4 +106,4 @@ def test_closed_while_waiting() -> None:
 
 def test_too_small() -> None:
     with pytest.raises(ConfigError):
-        Ring(63)
+        ring_of(63)
