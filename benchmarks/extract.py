@@ -45,7 +45,7 @@ def main() -> None:
     for name in args.targets:
         folder = EXAMPLES / "tiny-target" if name == "tiny" else smollm2()
         samples = args.samples or (100_000 if name == "tiny" else 240)
-        with tempfile.TemporaryDirectory(dir=EXAMPLES.parent) as scratch:
+        with tempfile.TemporaryDirectory() as scratch:
             measure(name, folder, samples, args.pairs, Path(scratch))
 
 

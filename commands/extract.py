@@ -154,5 +154,6 @@ def extract(
         print(json.dumps(outcome.as_json(), indent=2))  # noqa: T201 - the one document on stdout
     elif isinstance(outcome, pipeline.ExtractResult):
         Console().print(result_text(outcome))
+        Console().print(f"Look at it: dflash stats {outcome.store}", soft_wrap=True, markup=False, highlight=False)
     else:
         Console().print(plan_text(outcome))

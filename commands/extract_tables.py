@@ -75,7 +75,6 @@ def result_text(result: ExtractResult) -> RenderableType:
         facts(rows),
         *_skipped(result.plan),
         *(Text(f"Note: {warning}", style="yellow") for warning in result.notes),
-        Text.assemble("Look at it: ", (f"dflash stats {result.store}", "bold")),
     )
 
 
@@ -114,6 +113,10 @@ def _data_notes(manifest: Manifest) -> Iterator[tuple[str, str]]:
             prepared.get("split_rows", 0),
             f"conversations split into {count(prepared.get('split_parts', 0))} samples, because the template renders "
             "earlier turns differently later on",
+        ),
+        (
+            prepared.get("unsupervised_turns", 0),
+            "assistant turns left unsupervised (the template renders them otherwise)",
         ),
         (sum(manifest.skipped.values()), "rows skipped"),
     ]

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from rich.control import strip_control_codes
 from rich.filesize import decimal
 from rich.table import Table
+from rich.text import Text
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -45,7 +47,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, Text(strip_control_codes(value)))
     return table
 
 

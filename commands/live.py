@@ -21,7 +21,7 @@ def show_live(panel: Callable[[], RenderableType], line: Callable[[], str], cons
 
     def print_lines() -> None:
         while not done.wait(_PLAIN_SECONDS):
-            console.print(line(), soft_wrap=True, highlight=False)
+            console.print(line(), soft_wrap=True, highlight=False, markup=False)
 
     printer = threading.Thread(target=print_lines, name="progress", daemon=True)
     printer.start()

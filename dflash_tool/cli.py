@@ -8,7 +8,7 @@ from dflash_tool import __version__
 from dflash_tool.commands.extract import extract
 from dflash_tool.commands.stats import stats
 from dflash_tool.commands.train import train
-from dflash_tool.errors import DflashError
+from dflash_tool.errors import DflashError, Interrupted
 
 app = typer.Typer(
     name="dflash",
@@ -42,6 +42,6 @@ def main() -> None:
     """Run the command line; a `DflashError` becomes one message on stderr and its exit code."""
     try:
         app()
-    except DflashError as error:
+    except (DflashError, Interrupted) as error:
         typer.secho(f"dflash: {error}", err=True, fg=None if error.exit_code > 128 else typer.colors.RED)
         sys.exit(error.exit_code)

@@ -29,8 +29,11 @@ class StoreError(DflashError):
     """A store can't be used: something else is there, other settings, locked, damaged, no room."""
 
 
-class Interrupted(DflashError):  # noqa: N818 - not a fault
-    """The run was stopped by a signal and left everything in order; the message says how to go on."""
+class Interrupted(BaseException):
+    """The run was stopped by a signal and left everything in order; the message says how to go on.
+
+    No `Exception`: code that turns whatever a library raises into an error of ours must let it pass.
+    """
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)

@@ -11,26 +11,27 @@ Once a shard is committed no setting may differ; before that, changed data or se
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from dflash_tool.errors import StoreError
+from dflash_tool.errors import DflashError, StoreError
 from dflash_tool.planning import ExtractionPlan, bucket_edges, make_plan, prepare_samples
 from dflash_tool.resolving import Resolved
 from dflash_tool.schemas.manifest import Manifest, RunSummary
 from dflash_tool.store.checksums import write_checksums
 from dflash_tool.store.disk import check_room
-from dflash_tool.store.files import TEMP_PREFIX, disk_errors, replace_file
+from dflash_tool.store.files import TEMP_PREFIX, disk_errors, fsync_path, replace_file
 from dflash_tool.store.index import read_attributes
 from dflash_tool.store.layout import CHECKSUMS, CONFIG, HEAD, MANIFEST, SAMPLES
 from dflash_tool.store.lock import LOCK
 from dflash_tool.store.manifest import (
     DamagedManifestError,
     check_same_settings,
+    differences,
     read_manifest,
     settings_fingerprint,
     write_manifest,
@@ -64,17 +65,34 @@ class OpenStore:
 
 def check_out(out: Path) -> None:
     """StoreError unless `out` is new, empty, or a store (perhaps one that was killed before its manifest)."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise StoreError(f"--out: {out} is a file; give a new folder, or a store to go on with")
-    names = {entry.name for entry in out.iterdir()}
-    foreign = {name for name in names - {SAMPLES, LOCK} if not name.startswith(TEMP_PREFIX)}
-    if foreign and MANIFEST not in names and not (out / SAMPLES).is_file():
+    with disk_errors(out, "look at"):
+        if not out.exists():
+            return
+        if not out.is_dir():
+            raise StoreError(f"--out: {out} is a file; give a new folder, or a store to go on with")
+        names = {entry.name for entry in out.iterdir() if not entry.name.startswith(TEMP_PREFIX)} - {LOCK}
+    if names and not _is_store(out, names):
         raise StoreError(
-            f"--out: {out} holds something else ({', '.join(sorted(foreign)[:3])}) and no {MANIFEST}; give a new or "
-            "empty folder, or a store to go on with"
+            f"--out: {out} holds something else ({', '.join(sorted(names)[:3])}); give a new or empty folder, or a "
+            "store to go on with"
         )
+
+
+def _is_store(out: Path, names: set[str]) -> bool:
+    """Whether a folder of these names is one of ours, also where its manifest is lost or damaged."""
+    if MANIFEST in names:
+        try:
+            read_manifest(out)
+        except DamagedManifestError:
+            return CHECKSUMS in names or bool(scan(out).committed)
+        return True
+    if names - {SAMPLES, CHECKSUMS, CONFIG, HEAD, "shards", "index"}:
+        return False
+    try:
+        Samples.open(out)
+    except StoreError:
+        return False
+    return True
 
 
 def open_store(resolved: Resolved, telemetry: ExtractTelemetry) -> OpenStore:
@@ -88,10 +106,11 @@ def open_store(resolved: Resolved, telemetry: ExtractTelemetry) -> OpenStore:
     fixed = bool(scan(root).committed) or (earlier is not None and earlier.complete)
     if earlier is not None and fixed:
         check_same_settings(root, earlier, earlier.model_copy(update=resolved.settings))
-        _drop_damaged(root, telemetry, rehash=resolved.config.verify)
+        if not _drop_damaged(root, telemetry, rehash=resolved.config.verify):
+            earlier = None
     job = _plan_in(root, resolved, telemetry, earlier, fixed=fixed)
     if earlier is None and fixed:
-        write_manifest(root, _adopt(root, job.manifest))
+        write_manifest(root, job.manifest)
         _drop_damaged(root, telemetry, rehash=resolved.config.verify)
     recovered = recover(root, earlier.layers if earlier else resolved.layers)
     held = recovered.index.find(job.samples.sample_ids) >= 0
@@ -100,6 +119,7 @@ def open_store(resolved: Resolved, telemetry: ExtractTelemetry) -> OpenStore:
     finished = (
         earlier is not None
         and earlier.complete
+        and job.prepared is None
         and int(held.sum()) + len(earlier.quarantined) == len(held)
         and all((root / name).exists() for name in (HEAD, CHECKSUMS, CONFIG))
     )
@@ -114,8 +134,8 @@ def _earlier_manifest(root: Path) -> Manifest | None:
         return None
 
 
-def _adopt(root: Path, manifest: Manifest) -> Manifest:
-    """The manifest made again for shards that lost theirs. StoreError if they say that they had other settings."""
+def _check_adoption(root: Path, manifest: Manifest) -> None:
+    """StoreError if shards whose manifest is lost say that they were made with other settings than these."""
     ours = settings_fingerprint(manifest)
     for name in scan(root).committed:
         theirs = read_attributes(root, name).get("dflash_settings")
@@ -124,7 +144,6 @@ def _adopt(root: Path, manifest: Manifest) -> Manifest:
                 f"{root} has no readable {MANIFEST}, and its shard {name} was made with other settings than those of "
                 "this run; run again with the settings of the store, or choose another --out"
             )
-    return manifest
 
 
 def _plan_in(
@@ -142,17 +161,29 @@ def _plan_in(
             check_same_settings(root, earlier, now.model_copy(update={"edges": edges}))
         if edges == earlier.edges:
             return make_plan(resolved, samples, edges, earlier=earlier)
-    samples, edges, stats = prepare_samples(resolved, root, telemetry)
-    return make_plan(resolved, samples, edges, prepared=stats)
+    with disk_errors(root, "prepare the samples in"):
+        beside = root / f"{TEMP_PREFIX}{SAMPLES}.d"
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        try:
+            samples, edges, stats = prepare_samples(resolved, beside, telemetry)
+            plan = make_plan(resolved, samples, edges, prepared=stats)
+            if fixed and earlier is None:
+                _check_adoption(root, plan.manifest)
+            (beside / SAMPLES).replace(root / SAMPLES)
+            fsync_path(root)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    return replace(plan, samples=Samples.open(root))
 
 
 def _samples_fit(earlier: Manifest, now: Manifest) -> bool:
     same_vocabulary = earlier.target.vocab_size == now.target.vocab_size
-    return same_vocabulary and all(getattr(earlier, name) == getattr(now, name) for name in _PREPARED_BY)
+    return same_vocabulary and not _PREPARED_BY & {difference.name for difference in differences(earlier, now)}
 
 
-def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool) -> None:
-    """Remove what is damaged and can be made again: shards, the head, the prepared samples."""
+def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool) -> bool:
+    """Remove what is damaged and can be made again: shards, head, prepared samples. False if the manifest is wrong."""
     done, total = 0, bytes_to_verify(root) if rehash else 0
 
     def progress(nbytes: int) -> None:
@@ -165,12 +196,13 @@ def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool) -> N
     paths = {found.path for found in damage}
     lost_sums = root / CHECKSUMS in paths  # then nothing that it lists can be trusted
     with disk_errors(root, "remove damaged files in"):
-        if lost_sums or any(root / HEAD in path.parents for path in paths):
+        if lost_sums or any(root / HEAD in (path, *path.parents) for path in paths):
             shutil.rmtree(root / HEAD, ignore_errors=True)
         if lost_sums or root / SAMPLES in paths:
             (root / SAMPLES).unlink(missing_ok=True)
         if lost_sums or root / CONFIG in paths:
             (root / CONFIG).unlink(missing_ok=True)
+    return not any(found.kind == "manifest" for found in damage)
 
 
 def join_store(resolved: Resolved) -> OpenStore:
@@ -193,6 +225,11 @@ def begin(store: OpenStore) -> None:
     settings = plan.resolved.config.model_dump(mode="json", exclude_none=True)
     settings |= {name: plan.resolved.settings[name] for name in ("max_length", "batch_tokens", "mask_token_id")}
     settings |= {"layers": list(plan.manifest.layer_ids), "dtype": plan.manifest.target.dtype}
+    settings |= {"data": [str(path.absolute()) for path in plan.resolved.config.data], "out": str(root.absolute())}
+    if Path(plan.resolved.config.target).is_dir():
+        settings["target"] = str(Path(plan.resolved.config.target).absolute())
+    if plan.resolved.config.chat_template is not None:
+        settings["chat_template"] = str(plan.resolved.config.chat_template.absolute())
     with disk_errors(root, "write"):
         replace_file(root / CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
     write_checksums(root, root / CONFIG, *([root / SAMPLES] if plan.prepared else []))
@@ -215,6 +252,18 @@ def sum_up(runs: Sequence[RunSummary]) -> RunSummary:
     )
 
 
+def check_quarantine(plan: ExtractionPlan, quarantined: Sequence[int]) -> None:
+    """DflashError if more samples have non-finite states than `--max-bad` allows. Rows of samples.arrow."""
+    allowed = plan.resolved.config.max_bad
+    if len(quarantined) > allowed * len(plan.samples):
+        named = ", ".join(plan.samples.source(row) for row in quarantined[:3])
+        raise DflashError(
+            f"{len(quarantined)} samples have NaN or Inf hidden states, more than --max-bad allows ({allowed:g} of "
+            f"{len(plan.samples)}); the first: {named}. Try another --dtype or --store-dtype (float16 overflows at "
+            "65504), or look at those samples"
+        )
+
+
 def complete(plan: ExtractionPlan, run: RunSummary, quarantined: Sequence[int]) -> Manifest:
     """Check that every sample is committed or quarantined (rows of samples.arrow), and say so in the manifest."""
     root, samples = plan.resolved.config.out, plan.samples
@@ -224,6 +273,7 @@ def complete(plan: ExtractionPlan, run: RunSummary, quarantined: Sequence[int]) 
             f"{root}: {committed} samples are committed and {len(quarantined)} quarantined, {len(samples)} were "
             "planned: the store was changed while this ran; run the same command again"
         )
+    check_quarantine(plan, quarantined)
     ids = tuple(sorted(samples.sample_id(row).hex() for row in quarantined))
     manifest = plan.manifest.model_copy(update={"complete": True, "run": run, "quarantined": ids})
     write_manifest(root, manifest)

@@ -194,14 +194,20 @@ def make_plan(
 
 def _counts(prepared: PrepareStats) -> dict[str, int]:
     names = ("rows", "duplicates", "truncated", "split_rows", "split_parts")
-    return {name: getattr(prepared, name) for name in names}
+    counts = {name: getattr(prepared, name) for name in names}
+    return counts | {"unsupervised_turns": sum(prepared.unsupervised.values())}
+
+
+def _size(nbytes: int) -> str:
+    """GiB, or KiB where that would be nothing."""
+    return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 2**24 else f"{nbytes / 2**10:,.1f} KiB"
 
 
 def _check_window(resolved: Resolved, largest: int) -> None:
     if largest > resolved.inflight_limit:
         raise ConfigError(
-            f"the in-flight window holds {resolved.inflight_limit / 2**30:.3f} GiB, but the largest batch needs "
-            f"{largest / 2**30:.3f} GiB: raise --inflight-gib, or lower --batch-tokens or --max-length"
+            f"the in-flight window holds {_size(resolved.inflight_limit)}, but the largest batch needs "
+            f"{_size(largest)}: raise --inflight-gib, or lower --batch-tokens or --max-length"
         )
 
 
@@ -210,8 +216,8 @@ def _warnings(resolved: Resolved, largest: int) -> list[str]:
     wanted = resolved.parties * largest
     if resolved.inflight_limit < wanted:
         warnings.append(
-            f"the in-flight window holds {resolved.inflight_limit / 2**30:.3f} GiB, less than "
-            f"{resolved.parties} of the largest batches ({wanted / 2**30:.3f} GiB): targets may have to wait"
+            f"the in-flight window holds {_size(resolved.inflight_limit)}, less than {resolved.parties} of the largest "
+            f"batches ({_size(wanted)}): targets may have to wait"
         )
     if resolved.settings["mask_token_id"] is None:
         warnings.append(

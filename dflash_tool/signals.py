@@ -48,7 +48,8 @@ class StopSignals:
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)
-        error = Interrupted(f"stopped by {_NAMES[signal.Signals(signum)]}.", signum)
+        stopped = f"stopped by {_NAMES[signal.Signals(signum)]}."
         if self._abort is None:
-            raise error
+            raise Interrupted(f"{stopped} Run the same command to go on.", signum)
+        error = Interrupted(stopped, signum)
         threading.Thread(target=self._abort, args=(error,), name="stop", daemon=True).start()

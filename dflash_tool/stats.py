@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_tool.schemas.manifest import Manifest
-from dflash_tool.store.layout import HEAD, shards_dir
+from dflash_tool.store.layout import HEAD, index_path, shard_path
 from dflash_tool.store.manifest import read_manifest
 from dflash_tool.store.recover import read_index
 from dflash_tool.store.samples import Samples
@@ -98,7 +98,7 @@ def store_stats(root: Path) -> StoreStats:
     held = index.find(samples.sample_ids) >= 0
     lengths = samples.lengths[held].astype(np.int64)
     tokens = int(lengths.sum())
-    shard_bytes = _tree_bytes(shards_dir(root))
+    shard_bytes = sum(_tree_bytes(shard_path(root, name)) for name in index.shards)
     shard_buckets = np.array([name.bucket for name in index.shards], np.int64)
     return StoreStats(
         store=root,
@@ -109,7 +109,9 @@ def store_stats(root: Path) -> StoreStats:
         shards=len(index.shards),
         shard_bytes=shard_bytes,
         overhead_bytes=shard_bytes - tokens * manifest.row_bytes,
-        other_bytes=_tree_bytes(root / "index") + _tree_bytes(root / HEAD) + samples.path.stat().st_size,
+        other_bytes=sum(index_path(root, name).stat().st_size for name in index.shards)
+        + _tree_bytes(root / HEAD)
+        + samples.path.stat().st_size,
         buckets=_by_bucket(manifest, samples, held, shard_buckets),
         histogram=_histogram(lengths),
         percentiles={p: int(np.percentile(lengths, p)) for p in (0, 10, 50, 90, 99, 100)} if len(lengths) else {},

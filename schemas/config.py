@@ -16,7 +16,19 @@ def int_list(value: Any) -> Any:
     """`"1,9,17"` (command line) or `[1, 9, 17]` (YAML) -> a tuple of ints; pydantic judges the rest."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(","))
+    if isinstance(value, int):
+        return (value,)
     return tuple(value) if isinstance(value, list) else value
+
+
+_PATHS = {"target", "data", "out", "chat_template"}
+
+
+def _at_home(value: Any) -> Any:
+    """`~/x` -> the home folder's x, as a shell does it for options."""
+    if isinstance(value, list | tuple):
+        return [_at_home(each) for each in value]
+    return str(Path(value).expanduser()) if str(value).startswith("~") else value
 
 
 def _strings(value: Any) -> Any:
@@ -26,9 +38,17 @@ def _strings(value: Any) -> Any:
 
 def _buckets(value: Any) -> Any:
     """`"6"`: that many buckets; `"128,512,2048"`: these upper edges."""
-    if isinstance(value, str) and "," not in value:
-        return value.strip()
-    return int_list(value)
+    if isinstance(value, int):
+        return value
+    parts = value.split(",") if isinstance(value, str) else list(value)
+    try:
+        numbers = [int(part) for part in parts if str(part).strip()]
+    except ValueError:
+        numbers = []
+    one = isinstance(value, str) and "," not in value
+    if not numbers or (one and not 1 <= numbers[0] <= 256):
+        raise ValueError("give a number of buckets from 1 to 256, or ascending edges such as 128,512,2048")
+    return numbers[0] if one else tuple(numbers)
 
 
 class ExtractConfig(BaseModel):
@@ -48,7 +68,7 @@ class ExtractConfig(BaseModel):
     turns: Literal["each", "last"] = "each"
     chat_template: Path | None = None
     template_args: dict[str, Any] = Field(default_factory=dict)
-    layers: Annotated[tuple[int, ...] | None, BeforeValidator(int_list)] = None
+    layers: Annotated[Annotated[tuple[int, ...], Field(min_length=1)] | None, BeforeValidator(int_list)] = None
     final_hidden: bool = Field(default=False, description="store the last layer's output before the final norm too")
     mask_token_id: int | None = Field(default=None, ge=0)
     dtype: ComputeDtype = "auto"
@@ -58,10 +78,10 @@ class ExtractConfig(BaseModel):
     trust_remote_code: bool = False
     buckets: Annotated[Annotated[int, Field(ge=1, le=256)] | tuple[int, ...], BeforeValidator(_buckets)] = 6
     batch_tokens: int | None = Field(default=None, ge=1)
-    inflight_gib: float | None = Field(default=None, gt=0)
+    inflight_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     hs_queue_depth: int | None = Field(default=None, ge=1)
-    shard_mib: float = Field(default=1024, gt=0)
-    commit_every: float = Field(default=120, gt=0, description="seconds")
+    shard_mib: float = Field(default=1024, ge=0.001, allow_inf_nan=False)
+    commit_every: float = Field(default=120, gt=0, allow_inf_nan=False, description="seconds")
     max_bad: float = Field(default=0.01, ge=0, le=1, description="share of samples with NaN or Inf states")
     seed: int = Field(default=0, ge=0, lt=2**63)
     strict: bool = False
@@ -69,8 +89,10 @@ class ExtractConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _single_data_file(cls, values: Any) -> Any:
-        """A YAML file may say `data: chats.jsonl` for one file."""
-        if isinstance(values, dict) and isinstance(values.get("data"), str | Path):
-            return {**values, "data": [values["data"]]}
-        return values
+    def _paths(cls, values: Any) -> Any:
+        """A YAML file may say `data: chats.jsonl` for one file, and `~` anywhere."""
+        if not isinstance(values, dict):
+            return values
+        if isinstance(values.get("data"), str | Path):
+            values = {**values, "data": [values["data"]]}
+        return {name: _at_home(value) if name in _PATHS else value for name, value in values.items()}

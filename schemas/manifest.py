@@ -71,16 +71,20 @@ class Manifest(_Frozen):
     max_length: int
     overlength: Literal["truncate", "skip"]
     seed: int
-    edges: tuple[int, ...] = Field(min_length=1, description="inclusive upper bucket edges, in tokens")
+    edges: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+        min_length=1, description="inclusive upper bucket edges, in tokens"
+    )
     batch_tokens: int
     mask_token_id: int | None
-    samples: int
-    tokens: int
-    supervised_tokens: int
-    planned_padded_tokens: int
+    samples: int = Field(gt=0)
+    tokens: int = Field(gt=0)
+    supervised_tokens: int = Field(ge=0)
+    planned_padded_tokens: int = Field(gt=0)
     skipped: dict[str, int] = Field(description="rows of the data that gave no sample, by reason")
     prepared: dict[str, int] = Field(default_factory=dict, description="rows read, duplicates, cut, split")
-    quarantined: tuple[str, ...] = Field(default=(), description="sample ids (hex) with non-finite states")
+    quarantined: tuple[Annotated[str, Field(pattern="^[0-9a-f]{32}$")], ...] = Field(
+        default=(), description="sample ids (hex) with non-finite states"
+    )
     versions: dict[str, str]
     complete: bool = False
     run: RunSummary | None = None

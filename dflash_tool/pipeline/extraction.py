@@ -17,9 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_tool.errors import DflashError, Interrupted, StoreError
+from dflash_tool.errors import Interrupted, StoreError
 from dflash_tool.extractor import BatchPrefetcher, HiddenStates, StateQueue, TargetForwardLoop, TargetQueue, iter_queue
-from dflash_tool.lifecycle import OpenStore, begin, check_out, complete, join_store, open_store, sum_up
+from dflash_tool.lifecycle import (
+    OpenStore,
+    begin,
+    check_out,
+    check_quarantine,
+    complete,
+    join_store,
+    open_store,
+    sum_up,
+)
 from dflash_tool.planning import ExtractionPlan, make_plan, prepare_samples
 from dflash_tool.ranks import Ranks
 from dflash_tool.resolving import Resolved, resolve
@@ -27,10 +36,12 @@ from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.manifest import Manifest, RunSummary
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.checksums import write_checksums
-from dflash_tool.store.files import disk_errors
+from dflash_tool.store.disk import check_room
+from dflash_tool.store.files import disk_errors, fsync_path
 from dflash_tool.store.layout import HEAD, MANIFEST
 from dflash_tool.store.lock import RunLock
-from dflash_tool.store.manifest import settings_fingerprint
+from dflash_tool.store.manifest import check_same_settings, read_manifest, settings_fingerprint
+from dflash_tool.store.recover import read_index
 from dflash_tool.store.writer import ShardWriter
 from dflash_tool.target import TargetModel
 from dflash_tool.telemetry import ExtractTelemetry, Gauges
@@ -69,13 +80,21 @@ class ExtractResult:
 
 
 def plan(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) -> ExtractionPlan:
-    """What `extract` would do with this config. Nothing is left on disk."""
+    """What `extract` would do with this config, or refuse. Nothing is left on disk."""
     telemetry = telemetry or ExtractTelemetry()
     check_out(config.out)
-    resolved = resolve(config, telemetry)
-    with tempfile.TemporaryDirectory(prefix="dflash-") as folder:
+    with StopSignals(), tempfile.TemporaryDirectory(prefix="dflash-") as folder:
+        resolved = resolve(config, telemetry)
         samples, edges, stats = prepare_samples(resolved, Path(folder), telemetry)
-        return make_plan(resolved, samples, edges, prepared=stats)
+        made = make_plan(resolved, samples, edges, prepared=stats)
+        earlier = read_manifest(config.out) if (config.out / MANIFEST).exists() else None
+        held = len(read_index(config.out, earlier.layers)) if earlier else 0
+        if earlier and (held or earlier.complete):
+            check_same_settings(config.out, earlier, made.manifest)
+            made.warnings.append(f"{held:,} of {len(samples):,} samples are in {config.out} already")
+        if not held:
+            check_room(config.out, made.disk.total)
+        return made
 
 
 def extract(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) -> ExtractResult:
@@ -87,17 +106,27 @@ def extract(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) ->
     ranks = Ranks.join()
     check_out(config.out)
     resolved = resolve(config, telemetry)
-    made = not config.out.exists()
-    try:
-        with StopSignals() as stop:
-            if ranks.rank > 0:
-                return _extract(resolved, ranks, telemetry, _Guards(check_lock=lambda: None, stop=stop))
-            with RunLock(config.out) as lock:
+    with StopSignals() as stop:
+        if ranks.rank > 0:
+            return _extract(resolved, ranks, telemetry, _Guards(check_lock=lambda: None, stop=stop))
+        made = _make_folder(config.out)
+        with RunLock(config.out) as lock:
+            try:
                 return _extract(resolved, ranks, telemetry, _Guards(check_lock=lock.check, stop=stop))
-    except BaseException:
-        if made and ranks.rank == 0 and not (config.out / MANIFEST).exists():  # refused before it began: leave no trace
-            shutil.rmtree(config.out, ignore_errors=True)
-        raise
+            except BaseException:
+                if made and not (config.out / MANIFEST).exists():  # refused before it began: leave no trace
+                    shutil.rmtree(config.out, ignore_errors=True)
+                raise
+
+
+def _make_folder(out: Path) -> bool:
+    """Whether it was not there. Whoever makes it may remove it again, under the lock."""
+    with disk_errors(out, "make the folder"):
+        try:
+            out.mkdir(parents=True)
+        except FileExistsError:
+            return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +193,7 @@ def _load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head
     if on_cpu > 1:  # they compute at the same time and share the cores
         torch.set_num_threads(max(1, torch.get_num_threads() // on_cpu))
     root = resolved.config.out
-    temporary = root / f".tmp-{HEAD}" if write_head and not (root / HEAD).is_dir() else None
+    temporary = root / f".tmp-{HEAD}" if write_head and not (root / HEAD / "head.safetensors").is_file() else None
     targets: dict[str, TargetModel] = {}
     loaded: dict[str, TargetModel] = {}
     for number, device in enumerate(resolved.devices):
@@ -185,7 +214,11 @@ def _load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head
         with disk_errors(root / HEAD, "write"):
             if temporary is not None:
                 resolved.tokenizer.save_pretrained(temporary)
+                for file in (*temporary.iterdir(), temporary):
+                    fsync_path(file)
+                shutil.rmtree(root / HEAD, ignore_errors=True)
                 temporary.rename(root / HEAD)
+                fsync_path(root)
         write_checksums(root, *([root / HEAD] if temporary else []))
     return targets
 
@@ -198,7 +231,8 @@ def _run(
     manifest, samples = job.manifest, job.samples
     lengths = samples.lengths.astype(np.int64)
     window = InflightWindow(job.resolved.inflight_limit, job.resolved.places)
-    batches: TargetQueue = TargetQueue()
+    # Few wait for a target: what one rank has drawn, no other can take.
+    batches: TargetQueue = TargetQueue(max_items_per_bucket=len(targets) + 1)
     states: StateQueue = StateQueue()
 
     def abort(error: BaseException) -> None:
@@ -243,11 +277,11 @@ def _run(
                 _write(writer, job, item.bucket, item.payload)
                 window.release(item.bucket, item.nbytes)
                 quarantined += item.payload.quarantined.tolist()
-                _check_quarantine(job, quarantined)
+                check_quarantine(job, quarantined)
                 _count(telemetry, writer, item.payload)
                 guards.check_lock()
                 writer.commit_due()
-        writer.commit_all()
+            writer.commit_all()
     except BaseException as error:
         abort(error)
         for thread in threads:
@@ -336,17 +370,6 @@ def _count(telemetry: ExtractTelemetry, writer: ShardWriter, states: HiddenState
         padded_tokens=states.padded_tokens,
     )
     telemetry.set(bytes_written=writer.counters.bytes_written, shards=writer.counters.shards_committed)
-
-
-def _check_quarantine(job: ExtractionPlan, quarantined: list[int]) -> None:
-    allowed = job.resolved.config.max_bad * len(job.samples)
-    if len(quarantined) > allowed:
-        named = ", ".join(job.samples.source(row) for row in quarantined[:3])
-        raise DflashError(
-            f"{len(quarantined)} samples have NaN or Inf hidden states, more than --max-bad allows "
-            f"({job.resolved.config.max_bad:g} of {len(job.samples)}); the first: {named}. Try another --dtype or "
-            "--store-dtype (float16 overflows at 65504), or look at those samples"
-        )
 
 
 def _keep_what_is_good(writer: ShardWriter) -> None:

@@ -81,7 +81,7 @@ def differences(old: Manifest, new: Manifest) -> list[Difference]:
     return [
         Difference(name, option, _setting(old, name), _setting(new, name))
         for name, option in SETTINGS.items()
-        if _setting(old, name) != _setting(new, name)
+        if _comparable(old, name) != _comparable(new, name)
     ]
 
 
@@ -103,7 +103,14 @@ def check_same_settings(root: Path, old: Manifest, new: Manifest) -> None:
 
 def settings_fingerprint(manifest: Manifest) -> str:
     """XXH3-128 (hex) of all settings: shards keep it, so that one from another store is told apart."""
-    return _checksum({name: _setting(manifest, name) for name in SETTINGS})
+    return _checksum({name: _comparable(manifest, name) for name in SETTINGS})
+
+
+def _comparable(manifest: Manifest, name: str) -> Any:
+    """A setting as it is compared: of data files what they hold, wherever they lie."""
+    if name == "data":
+        return [{"bytes": file.bytes, "xxh3": file.xxh3} for file in manifest.data]
+    return _setting(manifest, name)
 
 
 def _setting(manifest: Manifest, name: str) -> Any:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from dflash_tool.errors import StoreError
 from dflash_tool.store.files import TEMP_PREFIX, disk_errors
-from dflash_tool.store.layout import CHECKSUMS, HEAD, MANIFEST, SAMPLES, ShardName, index_dir, shards_dir
+from dflash_tool.store.layout import CHECKSUMS, CONFIG, HEAD, MANIFEST, SAMPLES, ShardName, index_dir, shards_dir
 
 # Temporary names in the root that a killed run may leave; a folder may be built as `.tmp-head`.
-_ROOT_FILES = "|".join(map(re.escape, (MANIFEST, SAMPLES, f"raw-{SAMPLES}", CHECKSUMS, HEAD)))
+_ROOT_FILES = "|".join(map(re.escape, (MANIFEST, SAMPLES, f"raw-{SAMPLES}", f"{SAMPLES}.d", CHECKSUMS, CONFIG, HEAD)))
 _ROOT_TEMPORARY = re.compile(rf"{re.escape(TEMP_PREFIX)}({_ROOT_FILES}|lock-[0-9a-f]{{16}})")
 
 

@@ -113,6 +113,7 @@ def make_store(
     samples = write_samples(root, lengths, edges, seed)
     manifest = make_manifest(samples, edges, layers, hidden_size, store_dtype)
     (root / HEAD).mkdir()
+    (root / HEAD / "head.safetensors").write_bytes(b"the head of a random target")
     (root / HEAD / "config.json").write_text('{"model_type": "random"}')
     write_checksums(root)
     write_manifest(root, manifest)

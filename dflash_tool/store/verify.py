@@ -33,6 +33,7 @@ from dflash_tool.store.index import (
     shard_attributes,
 )
 from dflash_tool.store.layout import (
+    HEAD,
     MANIFEST,
     NUMPY_DTYPE,
     SAMPLES,
@@ -90,6 +91,8 @@ def verify(root: Path, *, rehash: bool = True, progress: Callable[[int], None] |
     except StoreError as error:
         yield Damage("extra", root, str(error))
         return
+    if checked.manifest.complete and not (root / HEAD / "head.safetensors").is_file():
+        yield Damage("checksum", root / HEAD / "head.safetensors", "missing in a store that is complete")
     yield from _names(root, checked.manifest, found)
     parts: list[ShardIndex] = []
     for name in found.committed:
@@ -122,10 +125,9 @@ def _no_progress(count: int) -> None:
 
 def _root_files(checked: _Checked) -> Iterator[Damage]:
     root, samples_good = checked.root, True
-    if checked.rehash:
-        for path, what in check_checksums(root, checked.progress):
-            samples_good = samples_good and path != root / SAMPLES
-            yield Damage("checksum", path, what)
+    for path, what in check_checksums(root, checked.progress, rehash=checked.rehash):
+        samples_good = samples_good and path != root / SAMPLES
+        yield Damage("checksum", path, what)
     if samples_good:
         try:
             checked.samples = Samples.open(root)

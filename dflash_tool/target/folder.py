@@ -43,7 +43,11 @@ def open_target(name: str, *, trust_remote_code: bool = False) -> TargetFolder:
     Raises TargetError when it is neither, or not the folder of a causal LLM.
     """
     folder = Path(name)
-    if not folder.exists():
+    try:
+        there = folder.exists()
+    except OSError as error:  # a name too long, a folder that may not be looked into
+        raise TargetError(f"no target at {name}: {error.strerror or error}; check --target") from error
+    if not there:
         folder = _from_hub(name, trust_remote_code=trust_remote_code)
     if not folder.is_dir():
         raise TargetError(f"no target at {name}: this is a file; --target takes the folder of a model")

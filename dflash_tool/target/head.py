@@ -47,6 +47,7 @@ def write_head(model: Any, target: TargetFolder, folder: Path) -> None:
         {name: value.detach().contiguous().cpu() for name, value in tensors.items()},
         folder / "head.safetensors",
     )
+    (folder / "head.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     (folder / "config.json").write_bytes((target.path / "config.json").read_bytes())
 
 

@@ -24,6 +24,8 @@ def resolve_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--target-device: {name!r} is not a device here: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--target-device: {name!r} is not supported; allowed are cpu and cuda")
     return device
 
 

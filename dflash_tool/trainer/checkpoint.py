@@ -79,6 +79,7 @@ class Checkpoints:
                 save_file(_moments(model, optimizer), temporary / "optimizer.safetensors")
                 write_file(temporary / "state.json", state.model_dump_json(indent=2).encode())
                 for file in temporary.iterdir():
+                    file.chmod(0o644)  # safetensors writes files that only their owner can read
                     fsync_path(file)
                 fsync_path(temporary)
                 shutil.rmtree(folder, ignore_errors=True)

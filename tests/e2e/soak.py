@@ -32,7 +32,7 @@ def main() -> None:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     print(f"seed {args.seed}")
-    with tempfile.TemporaryDirectory(dir=EXAMPLES.parent) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         unbroken, alone, ranks = (Path(folder) / name for name in ("unbroken", "killed", "killed-ranks"))
         _finish(_words(unbroken))
         whole = bytes_under(unbroken / "shards")

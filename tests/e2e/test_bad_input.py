@@ -143,7 +143,6 @@ def test_data_that_changed_before_the_first_shard_are_prepared_again(
     dflash: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dflash_tool import pipeline
     from dflash_tool.errors import TargetError
 
     def fail(*_args: object, **_named: object) -> None:

@@ -37,4 +37,5 @@ def test_a_killed_rank_and_a_rerun_with_other_ranks(
     )
     result = json.loads(again.stdout)
     assert result["run"]["ranks"] == (3 if victim else 2)
+    assert len(result["run"]["targets"]) == result["run"]["ranks"]
     assert contents(shared) == contents(alone)

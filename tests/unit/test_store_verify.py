@@ -18,6 +18,7 @@ LENGTHS = [5, 100, 1, 64, 33, 200]
 KINDS = {  # a file of each kind: who must name it
     "manifest.json": "manifest",
     "checksums.json": "checksum",
+    "head/head.safetensors": "checksum",
     "samples.arrow": "checksum",
     "head/config.json": "checksum",
     "index/b1-r0-00000.parquet": "index",

@@ -1,0 +1,220 @@
+"""What isn't ours is never touched, what is missing is never called complete, and signals end a run in any phase."""
+
+import json
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dflash_tool import pipeline
+from dflash_tool.errors import StoreError
+from dflash_tool.schemas.config import ExtractConfig
+from dflash_tool.store.manifest import read_manifest, write_manifest
+
+from .running import ENV, contents, extract_words, wait_until
+
+Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
+
+
+@pytest.fixture(scope="module")
+def made(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[object], Path]:
+    """The command's words without --out, and a finished store."""
+    out = tmp_path_factory.mktemp("made") / "store"
+    target, data = random_target(), token_rows(40)
+    pipeline.extract(ExtractConfig(target=str(target), data=(data,), out=out, layers=(1,)))
+    return ["extract", "--target", target, "--data", data, "--layers", "1"], out
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("samples.arrow", b"years of work"),
+        ("manifest.json", b"{ // a web app"),
+        ("manifest.json", b'{"name": "a web app"}'),
+        ("head/precious.txt", b"years of work"),
+        ("shards/x", b"years of work"),
+    ],
+)
+def test_somebody_else_s_files_of_our_names(
+    made: tuple[list[object], Path], tmp_path: Path, dflash: Run, name: str, content: bytes
+) -> None:
+    words, _ = made
+    file = tmp_path / "out" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    before = _files(tmp_path)
+    refused = dflash(*words, "--out", tmp_path / "out")
+    assert refused.code == 1, refused.out
+    assert "Traceback" not in refused.err
+    assert _files(tmp_path) == before
+
+
+@pytest.mark.parametrize("harm", ["gone", "empty", "cut"])
+def test_a_store_without_its_head_is_not_complete(
+    made: tuple[list[object], Path], tmp_path: Path, dflash: Run, harm: str
+) -> None:
+    """Seen, and mended, also without --verify."""
+    words, whole = made
+    out = tmp_path / "store"
+    shutil.copytree(whole, out)
+    head = out / "head" / "head.safetensors"
+    content = head.read_bytes()
+    if harm == "gone":
+        head.unlink()
+    else:
+        head.write_bytes(b"" if harm == "empty" else content[:-1])
+    assert dflash("stats", out, "--verify").code == 1
+    assert dflash(*words, "--out", out).code == 0
+    assert head.read_bytes() == content
+    assert dflash("stats", out, "--verify").code == 0
+
+
+def test_a_link_in_the_head_is_mended(made: tuple[list[object], Path], tmp_path: Path, dflash: Run) -> None:
+    words, whole = made
+    out = tmp_path / "store"
+    shutil.copytree(whole, out)
+    (tmp_path / "elsewhere").write_text("not ours")
+    (out / "head" / "x.json").symlink_to(tmp_path / "elsewhere")
+    assert dflash("stats", out, "--verify").code == 1
+    assert dflash(*words, "--out", out, "--verify").code == 0
+    assert dflash("stats", out, "--verify").code == 0
+    assert (tmp_path / "elsewhere").read_text() == "not ours"
+
+
+def test_a_manifest_that_counts_wrong_is_made_again(
+    made: tuple[list[object], Path], tmp_path: Path, dflash: Run
+) -> None:
+    words, whole = made
+    out = tmp_path / "store"
+    shutil.copytree(whole, out)
+    manifest = read_manifest(out)
+    write_manifest(out, manifest.model_copy(update={"samples": manifest.samples - 1}))
+    assert dflash("stats", out, "--verify").code == 1
+    assert dflash(*words, "--out", out, "--verify").code == 0
+    assert read_manifest(out).samples == manifest.samples
+    assert contents(out) == contents(whole)
+
+
+def test_a_refused_run_leaves_the_samples_of_a_store_without_manifest(
+    made: tuple[list[object], Path], tmp_path: Path, dflash: Run
+) -> None:
+    words, whole = made
+    out = tmp_path / "store"
+    shutil.copytree(whole, out)
+    (out / "manifest.json").write_text("{")
+    before = _files(out)
+    assert dflash(*words, "--out", out, "--max-length", "50").code == 1
+    assert _files(out) == before
+    assert dflash(*words, "--out", out).code == 0
+    assert contents(out) == contents(whole)
+
+
+def test_the_run_that_is_refused_leaves_the_other_one_its_folder(
+    made: tuple[list[object], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs begin at once on a new folder: the second finds the lock, and removes nothing."""
+    from dflash_tool.pipeline import extraction
+
+    words, _ = made
+    config = ExtractConfig(target=str(words[2]), data=(Path(str(words[4])),), out=tmp_path / "store", layers=(1,))
+    holds, go_on = threading.Event(), threading.Event()
+    inner = extraction._extract
+
+    def wait_first(*args: object) -> object:
+        holds.set()
+        assert go_on.wait(60)
+        return inner(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(extraction, "_extract", wait_first)
+    results: list[object] = []
+    first = threading.Thread(target=lambda: results.append(pipeline.extract(config)), daemon=True)
+    first.start()
+    assert holds.wait(60)
+    with pytest.raises(StoreError, match="is being written"):
+        pipeline.extract(config)
+    go_on.set()
+    first.join(60)
+    assert len(results) == 1
+    assert read_manifest(tmp_path / "store").complete
+
+
+def test_data_may_move(made: tuple[list[object], Path], tmp_path: Path, dflash: Run) -> None:
+    words, whole = made
+    out = tmp_path / "store"
+    shutil.copytree(whole, out)
+    shutil.copy(str(words[4]), tmp_path / "moved.jsonl")
+    done = dflash(*words[:3], "--data", tmp_path / "moved.jsonl", *words[5:], "--out", out)
+    assert "Nothing to do" in done.out
+
+
+def test_names_are_no_markup(made: tuple[list[object], Path], tmp_path: Path, dflash: Run) -> None:
+    words, _ = made
+    target = tmp_path / "bra[/b] we[red]ird"
+    shutil.copytree(str(words[2]), target)
+    done = dflash("extract", "--target", target, *words[3:], "--out", tmp_path / "store")
+    assert done.code == 0
+    assert "we[red]ird" in done.out.replace("\n", "").replace(" ", "").replace("weird", "")
+    assert dflash("stats", tmp_path / "store").code == 0
+
+
+@pytest.mark.parametrize(
+    "changed", [{"planned_padded_tokens": 0}, {"quarantined": ["zz"]}, {"samples": 0}, {"edges": [-1]}]
+)
+def test_hostile_manifests(
+    made: tuple[list[object], Path], tmp_path: Path, dflash: Run, changed: dict[str, object]
+) -> None:
+    """With a right checksum: still refused or found, never a traceback."""
+    from dflash_tool.store import manifest as store_manifest
+
+    words, whole = made
+    out = tmp_path / "store"
+    shutil.copytree(whole, out)
+    fields = json.loads((out / "manifest.json").read_text())
+    fields.pop("xxh3")
+    fields |= changed
+    fields["xxh3"] = store_manifest._checksum(fields)
+    (out / "manifest.json").write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
+    for command in (["stats", out], ["stats", out, "--verify"], [*words, "--out", out]):
+        result = dflash(*command)
+        assert "Traceback" not in result.err
+    assert dflash("stats", out, "--verify").code == 0
+    assert contents(out) == contents(whole)
+
+
+@pytest.mark.parametrize("option", ["--inflight-gib", "--shard-mib", "--commit-every"])
+def test_numbers_that_are_none(made: tuple[list[object], Path], tmp_path: Path, dflash: Run, option: str) -> None:
+    words, _ = made
+    for value in ("inf", "nan", "1e-9"):
+        result = dflash(*words, "--out", tmp_path / "store", option, value)
+        assert "Traceback" not in result.err
+        assert result.code == 2 or option == "--commit-every"
+
+
+def test_a_signal_while_the_target_loads(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The most likely moment for a big target: still 143, and how to go on."""
+    out = tmp_path / "store"
+    words = extract_words(random_target(), token_rows(40), out)
+    # As soon as the manifest is there the target is being loaded.
+    run = subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_until(run, (out / "manifest.json").exists)
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=60)
+    if run.returncode != 0:  # a target this small may have been faster than the signal
+        assert run.returncode == 143, err
+        assert "Run the same command to go on" in err or "run the same command to go on" in err
+    assert "Traceback" not in err
+    subprocess.run(words, env=ENV, check=True, capture_output=True)
+    assert read_manifest(out).complete
+    assert (out / "head" / "head.safetensors").stat().st_mode & 0o444 == 0o444
