@@ -5,7 +5,8 @@
 - bare loop: the truncated forward on the same planned batches, results thrown away; in pairs with `extract` (plan,
   queue, hashing, shards on disk), alternating, medians
 - dumper: dataset-order batches of 8, padded to the longest, attention mask, `output_hidden_states=True`, full model
-- peak: the best fp32 matmul of this machine in this run; the share counts real tokens' operations alone
+- peak: what fp32 matmuls sustain on this machine in this run (the best of the pairs); the share counts real tokens'
+  operations alone
 
 Tokens are real ones. Loading and tokenising count on no side; the writing and the fsync of shards count in `extract`.
 """
@@ -63,7 +64,7 @@ def measure(name: str, folder: Path, samples: int, pairs: int, scratch: Path) ->
         assert run is not None
         ours.append(run.real_tokens / run.seconds)
         busy.append(peak_flops())
-    dumper_samples = min(len(plan.samples), max(24, samples // 10))
+    dumper_samples = min(len(plan.samples), max(80, samples // 10))
     dumper = dump_rate(folder, plan, dumper_samples)
     ratio = statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
     share = statistics.median(ours) * operations_a_token(plan, target) / max(busy)
@@ -138,11 +139,15 @@ def rate(tokens: int, run: Callable[[], None]) -> float:
     return tokens / (time.perf_counter() - began)
 
 
-def peak_flops() -> float:
-    """The best of some fp32 matmuls of 2048 x 2048, in operations a second."""
+def peak_flops(seconds: float = 2.0) -> float:
+    """What fp32 matmuls of 2048 x 2048 sustain for two seconds, in operations a second."""
     a, b = torch.randn(2, 2048, 2048)
     torch.matmul(a, b)
-    return max(rate(2 * 2048**3, lambda: torch.matmul(a, b)) for _ in range(8))
+    began, done = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        torch.matmul(a, b)
+        done += 1
+    return done * 2 * 2048**3 / (time.perf_counter() - began)
 
 
 def operations_a_token(plan: ExtractionPlan, target: TargetModel) -> float:
