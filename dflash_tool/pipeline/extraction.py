@@ -37,7 +37,7 @@ from dflash_tool.schemas.manifest import Manifest, RunSummary
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.checksums import write_checksums
 from dflash_tool.store.disk import check_room
-from dflash_tool.store.files import disk_errors, fsync_path
+from dflash_tool.store.files import disk_errors, fsync_path, make_folder
 from dflash_tool.store.layout import HEAD, MANIFEST
 from dflash_tool.store.lock import RunLock
 from dflash_tool.store.manifest import check_same_settings, read_manifest, settings_fingerprint
@@ -109,7 +109,7 @@ def extract(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) ->
     with StopSignals() as stop:
         if ranks.rank > 0:
             return _extract(resolved, ranks, telemetry, _Guards(check_lock=lambda: None, stop=stop))
-        made = _make_folder(config.out)
+        made = make_folder(config.out)
         with RunLock(config.out) as lock:
             try:
                 return _extract(resolved, ranks, telemetry, _Guards(check_lock=lock.check, stop=stop))
@@ -117,16 +117,6 @@ def extract(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) ->
                 if made and not (config.out / MANIFEST).exists():  # refused before it began: leave no trace
                     shutil.rmtree(config.out, ignore_errors=True)
                 raise
-
-
-def _make_folder(out: Path) -> bool:
-    """Whether it was not there. Whoever makes it may remove it again, under the lock."""
-    with disk_errors(out, "make the folder"):
-        try:
-            out.mkdir(parents=True)
-        except FileExistsError:
-            return False
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from dflash_tool.errors import ConfigError, DataError, Interrupted, StoreError
 from dflash_tool.loader import LoadedStep, MixingLoader, anchor_counts, epoch_plans, split_validation
 from dflash_tool.schemas.train import MAY_CHANGE, TrainConfig, TrainState
 from dflash_tool.signals import StopSignals
-from dflash_tool.store.files import disk_errors, replace_file
+from dflash_tool.store.files import disk_errors, make_folder, replace_file
 from dflash_tool.store.layout import HEAD
 from dflash_tool.store.lock import RunLock
 from dflash_tool.store.manifest import settings_fingerprint
@@ -91,17 +91,18 @@ def train(config: TrainConfig, telemetry: TrainTelemetry | None = None) -> Train
     telemetry = telemetry or TrainTelemetry()
     _check_out(config.out)
     run = _open(config, telemetry)
-    made = not config.out.exists()
-    try:
-        with RunLock(config.out), StopSignals() as stop, run.loader:
-            resumed = _resume(run)
-            kept = resumed.state.step if resumed else -1
-            with stop.forward_to(run.stop.append), MetricsLog(config.out, after_step=kept) as metrics:
-                return _train(run, resumed, metrics)
-    except BaseException:
-        if made and not (config.out / SETTINGS).exists():  # refused before it began: leave no trace
-            shutil.rmtree(config.out, ignore_errors=True)
-        raise
+    with StopSignals() as stop:
+        made = make_folder(config.out)
+        with RunLock(config.out), run.loader:
+            try:
+                resumed = _resume(run)
+                kept = resumed.state.step if resumed else -1
+                with stop.forward_to(run.stop.append), MetricsLog(config.out, after_step=kept) as metrics:
+                    return _train(run, resumed, metrics)
+            except BaseException:
+                if made and not (config.out / SETTINGS).exists():  # refused before it began: leave no trace
+                    shutil.rmtree(config.out, ignore_errors=True)
+                raise
 
 
 def _train(run: _Run, resumed: Checkpoint | None, metrics: MetricsLog) -> TrainResult:

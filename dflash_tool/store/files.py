@@ -117,3 +117,13 @@ def want_open_files(count: int) -> int:
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def make_folder(path: Path) -> bool:
+    """Whether the folder was not there and is now. Who made it may remove it again, holding its lock."""
+    with disk_errors(path, "make the folder"):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            return False
+    return True
