@@ -80,15 +80,6 @@ class PrepareStats:
         order = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))
         return [f"{count} {reason}, first: {self.examples[reason][0]}" for reason, count in order]
 
-    def describe_split(self) -> str | None:
-        """One line on split conversations, if there were any."""
-        if not self.split_rows:
-            return None
-        return (
-            f"{self.split_rows} conversations were split into {self.split_parts} samples, because the chat "
-            "template renders an answer otherwise once the conversation goes on (it removes earlier thinking)"
-        )
-
 
 @dataclass(slots=True)
 class _Chunk:
