@@ -160,6 +160,19 @@ def held_out_bits_per_byte(
     return result
 
 
+@torch.no_grad()
+def settle_unused_rows(model: Qwen3ForCausalLM, used: set[int]) -> None:
+    """Give tokens that the training text lacks (the mask token, rare bytes) the mean embedding of the others.
+
+    Training only ever pushes their rows away from the hidden states, to several times the usual norm. A drafter's
+    mask slots would start out there. As the mean, a token's logit is the mean logit: it still isn't predicted.
+    """
+    rows = model.model.embed_tokens.weight
+    seen = torch.zeros(len(rows), dtype=torch.bool)
+    seen[list(used)] = True
+    rows[~seen] = rows[seen].mean(0)
+
+
 def save_folder(
     folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: dict[str, object]
 ) -> None:
@@ -269,8 +282,10 @@ def main() -> None:
         print(f"{source}: {documents:,} documents, {len(mine):,} chats, {held_out:,} held out", flush=True)
     report: dict[str, object] = {"tokens": 0, "steps": 0}
     if options.tokens:
-        batches = endless_batches(encode(training, tokenizer), options.seed)
+        encoded = encode(training, tokenizer)
+        batches = endless_batches(encoded, options.seed)
         report = train(model, batches, options, lambda r: save_folder(options.work / "latest", model, tokenizer, r))
+        settle_unused_rows(model, {token for chat in encoded for token in chat})
         report["held_out_bits_per_byte"] = held_out_bits_per_byte(model, tokenizer, chats)
     save_folder(options.out, model, tokenizer, {"parameters": parameters, **report})
     print(json.dumps(report))
