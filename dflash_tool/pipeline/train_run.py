@@ -1,0 +1,222 @@
+"""A training run's parts, opened and checked: what is refused is refused here, before its folder is touched."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+
+from dflash_tool.drafter.config import DrafterConfig, drafter_config
+from dflash_tool.drafter.head import TargetHead, load_head
+from dflash_tool.drafter.model import DFlashDraftModel
+from dflash_tool.errors import ConfigError, DataError, StoreError
+from dflash_tool.loader import MixingLoader, anchor_counts, epoch_plans, split_validation
+from dflash_tool.schemas.train import MAY_CHANGE, TrainConfig
+from dflash_tool.store.files import disk_errors, replace_file
+from dflash_tool.store.layout import HEAD
+from dflash_tool.store.manifest import settings_fingerprint
+from dflash_tool.store.reader import HiddenStore
+from dflash_tool.target import resolve_device
+from dflash_tool.telemetry import TrainTelemetry
+from dflash_tool.trainer import Checkpoint, Checkpoints, DrafterTrainLoop, Validator
+from dflash_tool.trainer.budget import microbatch_budgets
+from dflash_tool.window import default_limit
+
+SETTINGS = "train.yaml"
+
+
+@dataclass
+class TrainRun:
+    """Everything that a run needs, opened and checked."""
+
+    config: TrainConfig
+    store: HiddenStore
+    settings: DrafterConfig
+    device: torch.device
+    head: TargetHead
+    model: DFlashDraftModel
+    loader: MixingLoader
+    loop: DrafterTrainLoop
+    validator: Validator | None
+    train_rows: NDArray[np.int64]
+    val_rows: NDArray[np.int64]
+    checkpoints: Checkpoints
+    telemetry: TrainTelemetry
+    notes: list[str]
+    best: tuple[float, int] | None = None
+    newest_validation: dict[str, Any] | None = None
+    first_validation: dict[str, Any] | None = None
+    stop: list[BaseException] = field(default_factory=list)
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder that holds something else than a run (StoreError)."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / SETTINGS).is_file())):
+        raise StoreError(f"--out: {out} holds something else; give a new folder, or that of a run to go on with")
+
+
+def open_run(config: TrainConfig, telemetry: TrainTelemetry) -> TrainRun:
+    """Open the store, choose what the config leaves open, and make everything that a run needs."""
+    telemetry.stage("opening the store")
+    store = HiddenStore.open(config.store)
+    manifest = store.manifest
+    if not manifest.complete:
+        raise StoreError(
+            f"the store {config.store} is unfinished ({int(store.committed.sum()):,} of {manifest.samples:,} samples): "
+            "run the `dflash extract` that made it again to finish it"
+        )
+    layers = config.aux_layers or manifest.layer_ids
+    if lacking := sorted(set(layers) - set(manifest.layer_ids)):
+        raise ConfigError(
+            f"--aux-layers: the store {config.store} lacks layer {', '.join(map(str, lacking))}; it holds "
+            f"{', '.join(map(str, manifest.layer_ids))}"
+        )
+    device = resolve_device(config.drafter_device)
+    mask_token = _mask_token(config, store)
+    telemetry.stage("loading the target's head")
+    head = load_head(
+        config.store / HEAD, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+    )
+    settings, notes = _drafter_settings(config, layers, mask_token, head.vocab_size)
+    telemetry.stage("planning")
+    train_rows, val_rows = split_validation(
+        store.samples.ids, store.committed, seed=config.seed, fraction=config.val_fraction, at_most=config.val_samples
+    )
+    anchors = anchor_counts(store.samples)
+    context_budget, block_budget = microbatch_budgets(config, settings, device)
+    plan_of = epoch_plans(
+        store.samples,
+        train_rows,
+        anchors_of=anchors,
+        anchors=config.anchors,
+        block_size=config.block_size,
+        seed=config.seed,
+        batch_samples=config.batch_samples,
+        context_budget=context_budget,
+        block_budget=block_budget,
+    )
+    if not len(train_rows):
+        raise DataError(f"the store {config.store} has no sample to train on: extract more, or hold out less")
+    total = math.ceil(len(train_rows) / config.batch_samples) * config.epochs
+    total = min(total, config.max_steps or total)
+    resolved = config.model_copy(update={"aux_layers": tuple(layers), "mask_token_id": mask_token})
+    model = DFlashDraftModel(settings, seed=config.seed).to(device)
+    model.gradient_checkpointing = config.grad_checkpointing
+    validator = Validator(store, val_rows, head, layers=layers, gamma=config.gamma, batch_tokens=context_budget)
+    return TrainRun(
+        config=resolved,
+        store=store,
+        settings=settings,
+        device=device,
+        head=head,
+        model=model,
+        loader=MixingLoader(
+            store,
+            train_rows,
+            plan_of,
+            layers=tuple(layers),
+            epochs=config.epochs,
+            window_bytes=int(config.inflight_gib * 2**30) if config.inflight_gib else default_limit(),
+            threads=config.loader_threads,
+            verify=config.verify_reads,
+            pin=device.type == "cuda",
+        ),
+        loop=DrafterTrainLoop(
+            model,
+            head,
+            total_steps=total,
+            lr=config.lr,
+            warmup=config.warmup,
+            weight_decay=config.weight_decay,
+            clip=config.clip,
+            anchors=config.anchors,
+            gamma=config.gamma,
+            seed=config.seed,
+        ),
+        validator=validator if len(val_rows) else None,
+        train_rows=train_rows,
+        val_rows=val_rows,
+        checkpoints=Checkpoints(config.out, keep=config.keep),
+        telemetry=telemetry,
+        notes=list(notes),
+    )
+
+
+def _drafter_settings(
+    config: TrainConfig, layers: tuple[int, ...], mask_token: int, vocab_size: int
+) -> tuple[DrafterConfig, tuple[str, ...]]:
+    from transformers import AutoConfig  # noqa: PLC0415 - slow to import
+
+    target = AutoConfig.from_pretrained(config.store / HEAD)
+    return drafter_config(
+        target,
+        target_layer_ids=layers,
+        mask_token_id=mask_token,
+        block_size=config.block_size,
+        num_layers=config.draft_layers,
+        vocab_size=vocab_size,
+    )
+
+
+def _mask_token(config: TrainConfig, store: HiddenStore) -> int:
+    """The store's mask token, or the one asked for, which must not occur in the data."""
+    ours = store.manifest.mask_token_id
+    wanted = ours if config.mask_token_id is None else config.mask_token_id
+    if wanted is None:
+        raise ConfigError("--mask-token-id is needed: the target's tokenizer has no mask token and no unused row")
+    if wanted == ours:
+        return wanted  # extraction left out every sample that holds it
+    if wanted >= store.manifest.target.vocab_size:
+        raise ConfigError(f"--mask-token-id {wanted}: the target has ids 0..{store.manifest.target.vocab_size - 1}")
+    for row in range(len(store.samples)):
+        if (store.samples.tokens(row) == wanted).any():
+            raise ConfigError(
+                f"--mask-token-id {wanted}: this token occurs in the data ({store.samples.source(row)}); choose one "
+                f"that doesn't{'' if ours is None else f', such as the store own {ours}'}"
+            )
+    return wanted
+
+
+def resume(run: TrainRun) -> Checkpoint | None:
+    """Go on from the newest checkpoint, or begin: write the settings. ConfigError where the config differs."""
+    path = run.config.out / SETTINGS
+    now = run.config.model_dump(mode="json")
+    if path.exists():
+        _check_same(yaml.safe_load(path.read_text(encoding="utf-8")), now, path)
+    with disk_errors(path, "write"):
+        replace_file(path, yaml.safe_dump(now, sort_keys=False, allow_unicode=True).encode())
+    checkpoint = run.checkpoints.newest()
+    if checkpoint is None:
+        return None
+    state = checkpoint.state
+    if state.store_settings != settings_fingerprint(run.store.manifest):
+        raise ConfigError(f"--store: the checkpoint {checkpoint.folder} is of another store, or of one made anew")
+    checkpoint.load(run.model, run.loop.optimizer)
+    run.loader.load_state_dict(state.loader)
+    run.loop.steps_done = state.step
+    if state.best_walk_tau is not None and state.best_step is not None:
+        run.best = (state.best_walk_tau, state.best_step)
+    run.newest_validation = state.validation
+    if state.threads != torch.get_num_threads():
+        run.notes.append(
+            f"the checkpoint was made with {state.threads} torch threads, this run has {torch.get_num_threads()}: "
+            "losses agree to rounding, not to the bit"
+        )
+    return checkpoint
+
+
+def _check_same(before: Any, now: dict[str, Any], path: Path) -> None:
+    if not isinstance(before, dict):
+        raise StoreError(f"{path} is damaged; restore it, or choose another --out")
+    changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+    if changed:
+        lines = [f"  --{name.replace('_', '-')}: the run has {before.get(name)}, now {now[name]}" for name in changed]
+        raise ConfigError(
+            f"{path.parent} is a run with other settings:\n"
+            + "\n".join(lines)
+            + "\nrun again with the settings of the run, or choose another --out"
+        )
