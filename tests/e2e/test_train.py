@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_tool import pipeline
-from dflash_tool.pipeline import training
+from dflash_tool.pipeline import train_run
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.telemetry import TrainTelemetry
@@ -51,7 +51,7 @@ def _words(store: Path, out: Path, **changed: object) -> list[str]:
 
 def _first_gradient(config: TrainConfig) -> tuple[list[torch.Tensor], int]:
     """The first step's gradient in fp64, and how many microbatches it came from."""
-    run = training._open(config, TrainTelemetry())
+    run = train_run.open_run(config, TrainTelemetry())
     run.model.double()
     run.head.double()
     kept: list[torch.Tensor] = []
@@ -256,7 +256,7 @@ def test_overfits_a_few_samples(store: Path, tmp_path: Path) -> None:
     config = _config(
         store, tmp_path / "run", batch_samples=8, epochs=400, max_steps=400, anchors=64, val_fraction=0, draft_layers=2
     )
-    run = training._open(config, TrainTelemetry())
+    run = train_run.open_run(config, TrainTelemetry())
     rows = run.train_rows[:8]
     from dflash_tool.loader import MixingLoader, anchor_counts, epoch_plans
     from dflash_tool.trainer import Validator
