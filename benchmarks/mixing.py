@@ -1,7 +1,7 @@
 """How evenly the optimizer steps of an epoch mix lengths: every bucket's count, and the spread of tokens a step.
 
-Run: `python benchmarks/mixing.py [--store demo/store]`. The peer is a random order of the same samples, cut into steps of
-the same size. Besides the store's lengths: 20,000 log-normal ones (median 245 tokens, sigma 0.8).
+Run: `python benchmarks/mixing.py [--store demo/store]`. The peer is a random order of the same samples, cut into
+steps of the same size. Besides the store's lengths: 20,000 log-normal ones (median 245 tokens, sigma 0.8).
 """
 
 import argparse
