@@ -51,18 +51,19 @@ def stats(
         if seen:
             console.print(stats_text(seen))
         if damage is not None:
-            console.print(_damage_text(damage))
+            console.print(_damage_text(damage, seen.at_work if seen else None))
     if damage:
         raise typer.Exit(1)
 
 
 def _verify(store: Path, messages: Console) -> "Iterator[Damage]":
-    from dflash_tool.store.verify import bytes_to_verify, verify
+    from dflash_tool.store.beside import verify_committed
+    from dflash_tool.store.verify import bytes_to_verify
 
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
         task = progress.add_task("verify", total=bytes_to_verify(store))
-        yield from verify(store, progress=lambda nbytes: progress.advance(task, nbytes))
+        yield from verify_committed(store, progress=lambda nbytes: progress.advance(task, nbytes))
 
 
 def stats_text(seen: "StoreStats") -> RenderableType:
@@ -71,9 +72,6 @@ def stats_text(seen: "StoreStats") -> RenderableType:
 
     manifest = seen.manifest
     target = manifest.target
-    state = (
-        "complete" if manifest.complete else f"unfinished: {count(seen.samples)} of {count(manifest.samples)} samples"
-    )
     rows = [
         (
             "target",
@@ -114,13 +112,20 @@ def stats_text(seen: "StoreStats") -> RenderableType:
     if manifest.quarantined:
         rows.append(("quarantined", f"{count(len(manifest.quarantined))} samples with NaN or Inf states"))
     return Group(
-        Text.assemble((str(seen.store), "bold"), f"  {state}"),
+        Text.assemble((str(seen.store), "bold"), f"  {_state(seen)}"),
         facts(rows),
         "",
         _buckets(seen),
         "",
         *_histogram(seen),
     )
+
+
+def _state(seen: "StoreStats") -> str:
+    if seen.manifest.complete:
+        return "complete" + (f"; at work on it is {seen.at_work}" if seen.at_work else "")
+    so_far = f"{count(seen.samples)} of {count(seen.manifest.samples)} samples"
+    return f"{so_far} so far, being written by {seen.at_work}" if seen.at_work else f"unfinished: {so_far}"
 
 
 def _buckets(seen: "StoreStats") -> Table:
@@ -148,9 +153,12 @@ def _histogram(seen: "StoreStats") -> Iterator[Text]:
         yield Text.assemble(f"{span:>{width}}  ", (drawn, "cyan"), f"{' ' if drawn else ''}{count(samples)}")
 
 
-def _damage_text(damage: "list[Damage]") -> RenderableType:
+def _damage_text(damage: "list[Damage]", at_work: str | None) -> RenderableType:
     if not damage:
-        return Text("Verified: every byte is as it was written.", style="green")
+        text = "Verified: every byte is as it was written."
+        if at_work:
+            text = f"Verified: every committed byte is as it was written; {at_work}, goes on writing."
+        return Text(text, style="green")
     lines = [Text(f"Damaged: {count(len(damage))} finding{'s' if len(damage) > 1 else ''}", style="bold red")]
     lines += [Text(f"  {found.kind}: {found.path}: {found.detail}") for found in damage]
     lines.append(Text("Run the `dflash extract` that made it again with --verify: it makes what is damaged anew."))

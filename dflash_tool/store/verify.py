@@ -25,6 +25,7 @@ from dflash_tool.schemas.config import LayerId
 from dflash_tool.schemas.manifest import Manifest
 from dflash_tool.store.arrays import DamagedArrayError, RawArray, ZarrArray, open_array
 from dflash_tool.store.checksums import check_checksums, listed_files
+from dflash_tool.store.files import bytes_of
 from dflash_tool.store.index import (
     ShardIndex,
     join_indexes,
@@ -73,7 +74,7 @@ def bytes_to_verify(root: Path) -> int:
         files += listed_files(root)
         for name in scan(root).committed:
             files += shard_path(root, name).glob("hidden/*/c/*/*")
-    return sum(path.stat().st_size for path in files)
+    return bytes_of(files)
 
 
 def verify(root: Path, *, rehash: bool = True, progress: Callable[[int], None] | None = None) -> Iterator[Damage]:
@@ -147,7 +148,7 @@ def _root_files(checked: _Checked) -> Iterator[Damage]:
 
 
 def _names(root: Path, manifest: Manifest, found: Scan) -> Iterator[Damage]:
-    for name in sorted(found.indexes - found.shards):
+    for name in sorted(found.indexes - found.shards - found.temporary_names):  # a kill may fall between two renames
         ids: tuple[bytes, ...] = ()
         with suppress(StoreError):
             ids = tuple(read_shard_index(root, name, manifest.layers).sample_ids.to_pylist())
@@ -167,7 +168,11 @@ def _documents(root: Path, manifest: Manifest, index: ShardIndex) -> Iterator[Da
     settings = read_attributes(root, index.name).get("dflash_settings")
     if settings and settings != settings_fingerprint(manifest):
         yield Damage("document", shard / "zarr.json", "it is of a store with other settings", index.name)
-    group = group_document(shard_attributes(index_path(root, index.name).read_bytes(), str(settings or "")))
+    try:
+        group = group_document(shard_attributes(index_path(root, index.name).read_bytes(), str(settings or "")))
+    except OSError as error:
+        yield Damage("index", index_path(root, index.name), f"can't be read: {error.strerror or error}", index.name)
+        return
     for path, expected in ((shard / "zarr.json", group), (shard / "hidden" / "zarr.json", group_document())):
         if what := _differs(path, expected):
             yield Damage("document", path, what, index.name)
