@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
-from dflash_tool.commands.format import bar, count, facts, share, size
+from dflash_tool.commands.format import Columns, bar, count, facts, share, size
 from dflash_tool.errors import StoreError
+from dflash_tool.wording import counted
 
 if TYPE_CHECKING:
     from dflash_tool.stats import StoreStats
@@ -67,7 +67,7 @@ def _verify(store: Path, messages: Console) -> "Iterator[Damage]":
 
 
 def stats_text(seen: "StoreStats") -> RenderableType:
-    """A store at a glance, for a terminal of 80 columns or more."""
+    """A store at a glance."""
     from dflash_tool.stats import target_padding
 
     manifest = seen.manifest
@@ -75,7 +75,8 @@ def stats_text(seen: "StoreStats") -> RenderableType:
     rows = [
         (
             "target",
-            f"{target.name} ({target.model_type}, {target.num_layers} layers, hidden size {target.hidden_size})",
+            f"{target.name} ({target.model_type}, {counted(target.num_layers, 'layer')}, "
+            f"hidden size {target.hidden_size})",
         ),
         (
             "layers",
@@ -83,13 +84,13 @@ def stats_text(seen: "StoreStats") -> RenderableType:
         ),
         (
             "samples",
-            f"{count(seen.samples)} with {count(seen.tokens)} tokens, "
+            f"{count(seen.samples)} with {counted(seen.tokens, 'token')}, "
             f"{share(seen.supervised_tokens / max(seen.tokens, 1))} supervised",
         ),
         ("lengths", ", ".join(f"p{p} {count(value)}" for p, value in seen.percentiles.items()) or "none yet"),
         (
             "on disk",
-            f"{size(seen.shard_bytes)} in {count(seen.shards)} shards, "
+            f"{size(seen.shard_bytes)} in {counted(seen.shards, 'shard')}, "
             f"{share(seen.overhead_bytes / max(seen.shard_bytes, 1), 2)} of it no real rows; "
             f"{size(seen.other_bytes)} beside them",
         ),
@@ -110,7 +111,7 @@ def stats_text(seen: "StoreStats") -> RenderableType:
     if skipped:
         rows.append(("skipped", skipped))
     if manifest.quarantined:
-        rows.append(("quarantined", f"{count(len(manifest.quarantined))} samples with NaN or Inf states"))
+        rows.append(("quarantined", f"{counted(len(manifest.quarantined), 'sample')} with NaN or Inf states"))
     return Group(
         Text.assemble((str(seen.store), "bold"), f"  {_state(seen)}"),
         facts(rows),
@@ -124,21 +125,24 @@ def stats_text(seen: "StoreStats") -> RenderableType:
 def _state(seen: "StoreStats") -> str:
     if seen.manifest.complete:
         return "complete" + (f"; at work on it is {seen.at_work}" if seen.at_work else "")
-    so_far = f"{count(seen.samples)} of {count(seen.manifest.samples)} samples"
+    so_far = f"{count(seen.samples)} of {counted(seen.manifest.samples, 'sample')}"
     return f"{so_far} so far, being written by {seen.at_work}" if seen.at_work else f"unfinished: {so_far}"
 
 
-def _buckets(seen: "StoreStats") -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("bucket", "length", "samples", "tokens", "share", "if padded", "shards"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for b in seen.buckets:
-        samples = count(b.samples) if b.samples == b.planned else f"{count(b.samples)}/{count(b.planned)}"
-        table.add_row(
-            str(b.bucket), f"{b.lower + 1}-{b.upper}", samples, count(b.tokens), share(b.token_share),
-            f"{share(b.padded_share)} lost", count(b.shards),
-        )  # fmt: skip
-    return table
+def _buckets(seen: "StoreStats") -> Columns:
+    rows = [
+        (
+            str(b.bucket),
+            f"{b.lower + 1}-{b.upper}",
+            count(b.samples) if b.samples == b.planned else f"{count(b.samples)}/{count(b.planned)}",
+            count(b.tokens),
+            share(b.token_share),
+            f"{share(b.padded_share)} lost",
+            count(b.shards),
+        )
+        for b in seen.buckets
+    ]
+    return Columns(("bucket", "length", "samples", "tokens", "share", "if padded", "shards"), rows)
 
 
 def _histogram(seen: "StoreStats") -> Iterator[Text]:
@@ -159,7 +163,7 @@ def _damage_text(damage: "list[Damage]", at_work: str | None) -> RenderableType:
         if at_work:
             text = f"Verified: every committed byte is as it was written; {at_work}, goes on writing."
         return Text(text, style="green")
-    lines = [Text(f"Damaged: {count(len(damage))} finding{'s' if len(damage) > 1 else ''}", style="bold red")]
+    lines = [Text(f"Damaged: {counted(len(damage), 'finding')}", style="bold red")]
     lines += [Text(f"  {found.kind}: {found.path}: {found.detail}") for found in damage]
     lines.append(Text("Run the `dflash extract` that made it again with --verify: it makes what is damaged anew."))
     return Group(*lines)

@@ -34,6 +34,7 @@ from dflash_tool.store.manifest import check_same_settings, read_manifest
 from dflash_tool.store.recover import read_index
 from dflash_tool.target import TargetModel
 from dflash_tool.telemetry import ExtractTelemetry
+from dflash_tool.wording import counted, verb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,9 @@ def plan(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) -> Ex
         held = len(read_index(config.out, earlier.layers)) if earlier else 0
         if earlier and (held or earlier.complete):
             check_same_settings(config.out, earlier, made.manifest)
-            made.warnings.append(f"{held:,} of {len(samples):,} samples are in {config.out} already")
+            made.warnings.append(
+                f"{held:,} of {counted(len(samples), 'sample')} {verb(held, 'is', 'are')} in {config.out} already"
+            )
         if not held:
             check_room(config.out, made.disk.total)
         return made
@@ -136,7 +139,8 @@ def _extract(resolved: Resolved, ranks: Ranks, telemetry: ExtractTelemetry, guar
 def _notes(targets: dict[str, TargetModel]) -> Iterator[str]:
     for name, target in targets.items():
         if target.halvings:
-            yield f"{name} ran out of memory and cut a batch in two {target.halvings} times: lower --batch-tokens"
+            times = counted(target.halvings, "time")
+            yield f"{name} ran out of memory and cut a batch in two {times}: lower --batch-tokens"
     if any(target.masked for target in targets.values()):
         yield "this target's attention looks ahead: a drafter trained on its states would see what it is to predict"
 

@@ -36,6 +36,7 @@ from dflash_tool.trainer import Checkpoint, Checkpoints, DrafterTrainLoop, Metri
 from dflash_tool.trainer.budget import microbatch_budgets
 from dflash_tool.trainer.validate import bigram_yield
 from dflash_tool.window import default_limit
+from dflash_tool.wording import counted
 
 SETTINGS = "train.yaml"
 _PACKAGES = ("dflash-tool", "torch", "transformers", "numpy")
@@ -251,7 +252,7 @@ def _result(run: _Run, begun_at: int) -> TrainResult:
         ).tau
     if run.loop.halvings:
         run.notes.append(
-            f"a microbatch did not fit the memory and was cut in two, {run.loop.halvings} times: lower "
+            f"a microbatch did not fit the memory and was cut in two, {counted(run.loop.halvings, 'time')}: lower "
             "--microbatch-tokens"
         )
     return TrainResult(
@@ -281,7 +282,8 @@ def _open(config: TrainConfig, telemetry: TrainTelemetry) -> _Run:
     manifest = store.manifest
     if not manifest.complete:
         raise StoreError(
-            f"the store {config.store} is unfinished ({int(store.committed.sum()):,} of {manifest.samples:,} samples): "
+            f"the store {config.store} is unfinished "
+            f"({int(store.committed.sum()):,} of {counted(manifest.samples, 'sample')}): "
             "run the `dflash extract` that made it again to finish it"
         )
     layers = config.aux_layers or manifest.layer_ids

@@ -52,6 +52,7 @@ from dflash_tool.store.layout import (
 from dflash_tool.store.manifest import read_manifest, settings_fingerprint
 from dflash_tool.store.samples import Samples
 from dflash_tool.store.scan import Scan, scan
+from dflash_tool.wording import counted
 
 _BLOCK_BYTES = 1 << 23
 
@@ -143,7 +144,8 @@ def _root_files(checked: _Checked) -> Iterator[Damage]:
         lengths = checked.samples.lengths
         said, held = (manifest.samples, manifest.tokens), (len(lengths), int(lengths.sum()))
         if said != held:
-            what = f"it says {said[0]} samples of {said[1]} tokens, {SAMPLES} has {held[0]} of {held[1]}"
+            what = f"it says {counted(said[0], 'sample')} of {counted(said[1], 'token')}, "
+            what += f"{SAMPLES} has {held[0]:,} of {held[1]:,}"
             yield Damage("manifest", root / MANIFEST, what)
 
 
@@ -185,7 +187,7 @@ def _array(checked: _Checked, manifest: Manifest, index: ShardIndex, layer: Laye
     try:
         array = open_array(shard, layer, width, dtype)
         if array.rows != index.rows:
-            what = f"{array.rows:,} rows, its index has {index.rows:,}"
+            what = f"{counted(array.rows, 'row')}, its index has {index.rows:,}"
             yield Damage("array", array_dir(shard, layer), what, index.name, everything)
             return
         if isinstance(array, RawArray) or _is_linear(path, index.rows, manifest.layer_row_bytes):
@@ -200,7 +202,7 @@ def _array(checked: _Checked, manifest: Manifest, index: ShardIndex, layer: Laye
             bad = tuple(_changed_samples(array, manifest, index, layer, checked.progress))
             checked.progress(max(0, path.stat().st_size - index.rows * manifest.layer_row_bytes))
             if bad:
-                what = f"{len(bad)} samples don't have the rows that were written, the first {bad[0].hex()}"
+                what = f"{counted(len(bad), 'sample')} without the rows that were written, the first {bad[0].hex()}"
                 yield Damage("rows", path, what, index.name, bad)
     except DamagedArrayError as error:
         yield Damage("array", error.path, error.what, index.name, everything)
@@ -263,14 +265,14 @@ def _whole(root: Path, manifest: Manifest, samples: Samples | None, parts: list[
         for position in np.unique(index.shard[places]):
             name = index.shards[position]
             ids = [index.sample_ids[int(i)].as_py() for i in places if index.shard[i] == position]
-            detail = f"{len(ids)} samples: {what}, the first {ids[0].hex()}"
+            detail = f"{counted(len(ids), 'sample')}: {what}, the first {ids[0].hex()}"
             yield Damage("index", index_path(root, name), detail, name, tuple(ids))
     if manifest.complete:
         quarantined = {bytes.fromhex(sample_id) for sample_id in manifest.quarantined}
         missing = [samples.sample_id(int(row)) for row in np.flatnonzero(~here)]
         absent = [sample_id for sample_id in missing if sample_id not in quarantined]
         if absent:
-            what = f"{len(absent)} samples of a complete store are in no shard, the first {absent[0].hex()}"
+            what = f"{counted(len(absent), 'sample')} of a complete store in no shard, the first {absent[0].hex()}"
             yield Damage("absent", root / "shards", what, None, tuple(absent))
 
 
