@@ -25,6 +25,7 @@ from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer import Checkpoint, Checkpoints, DrafterTrainLoop, Validator
 from dflash_tool.trainer.budget import microbatch_budgets
 from dflash_tool.window import default_limit
+from dflash_tool.wording import counted
 
 SETTINGS = "train.yaml"
 
@@ -66,7 +67,8 @@ def open_run(config: TrainConfig, telemetry: TrainTelemetry) -> TrainRun:
     manifest = store.manifest
     if not manifest.complete:
         raise StoreError(
-            f"the store {config.store} is unfinished ({int(store.committed.sum()):,} of {manifest.samples:,} samples): "
+            f"the store {config.store} is unfinished "
+            f"({int(store.committed.sum()):,} of {counted(manifest.samples, 'sample')}): "
             "run the `dflash extract` that made it again to finish it"
         )
     layers = config.aux_layers or manifest.layer_ids

@@ -24,6 +24,7 @@ from dflash_tool.store.manifest import settings_fingerprint
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer import Checkpoint, MetricsLog, StepResult, Validation
 from dflash_tool.trainer.validate import bigram_yield
+from dflash_tool.wording import counted
 
 _PACKAGES = ("dflash-tool", "torch", "transformers", "numpy")
 
@@ -214,7 +215,7 @@ def _result(run: TrainRun, begun_at: int) -> TrainResult:
         ).tau
     if run.loop.halvings:
         run.notes.append(
-            f"a microbatch did not fit the memory and was cut in two, {run.loop.halvings} times: lower "
+            f"a microbatch did not fit the memory and was cut in two, {counted(run.loop.halvings, 'time')}: lower "
             "--microbatch-tokens"
         )
     return TrainResult(

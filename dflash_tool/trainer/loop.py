@@ -26,6 +26,7 @@ from dflash_tool.drafter.loss import decay_loss
 from dflash_tool.drafter.model import DFlashDraftModel
 from dflash_tool.errors import DflashError
 from dflash_tool.loader import MixedBatch
+from dflash_tool.wording import counted
 
 _BETAS = (0.9, 0.999)
 
@@ -127,7 +128,7 @@ class DrafterTrainLoop:
             buckets[batch.bucket] = buckets.get(batch.bucket, 0) + len(lengths)
         clock.spent(None)
         if weight == 0:
-            raise DflashError(f"step {self.steps_done}: none of its {len(rows)} samples has an anchor")
+            raise DflashError(f"step {self.steps_done}: none of its {counted(len(rows), 'sample')} has an anchor")
         lr = self.learning_rate(self.steps_done)
         loss = numerator / weight
         grad_norm = self._apply(sums, weight, lr, loss)

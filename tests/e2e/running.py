@@ -6,11 +6,18 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_tool.store.reader import HiddenStore
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+class Store(NamedTuple):
+    """A store, and the words of the command that made it, without its --out."""
+
+    words: list[object]
+    out: Path
 
 
 def extract_words(target: Path, data: Path, out: Path, **changed: object) -> list[str]:
