@@ -8,8 +8,9 @@ do already (D-PACE); the divisor is the number of blocks. The caller divides by 
 (all microbatches, all ranks), so that accumulation does not change the gradient.
 
 The head is frozen, so the gradient of a row's hidden state is known as soon as its logits are: it is computed in the
-forward, chunk by chunk, and only `[rows, H]` is kept for the backward, where each row's is scaled by its weight. Memory:
-one chunk's logits in fp32 (fp64 for fp64 input), at most `chunk_bytes`, and in the head's dtype where that is another.
+forward, chunk by chunk, and only `[rows, H]` is kept for the backward, where each row's is scaled by its weight.
+Memory: one chunk's logits in fp32 (fp64 for fp64 input), at most `chunk_bytes`, and in the head's dtype where that is
+another.
 
 Legend: N blocks, B slots, M rows (counted slots), H hidden, V vocabulary.
 """

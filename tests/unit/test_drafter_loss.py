@@ -1,4 +1,4 @@
-"""The decay loss and D-PACE against a case by hand and plain cross-entropy, with gradients, chunks, biases and autocast."""
+"""The losses against cases by hand and plain cross-entropy, with gradients, chunks, biases and autocast."""
 
 import math
 
