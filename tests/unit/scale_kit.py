@@ -64,7 +64,7 @@ class Step:
     shares: Sequence[Iterable[MixedBatch]]
     epoch: int = EPOCH
     rows: NDArray[np.int64] = field(default_factory=lambda: np.arange(3))
-    abort: Callable[[BaseException], None] = lambda error: None
+    abort: Callable[[BaseException], None] = lambda _: None
 
 
 def loop_of(drafters: int, *, clip: float, apart: bool = False, **more: object) -> DrafterTrainLoop:
