@@ -4,7 +4,8 @@
 2. `anchors`: loss masks -> anchors, labels and counted slots of a microbatch's blocks (numpy alone)
 3. `attention.plan_attention`: which block sees which context, once for all layers of a microbatch
 4. `model.DFlashDraftModel`: hidden states and blocks -> the hidden state of every slot
-5. `loss.decay_loss`: those -> (numerator, denominator) and which slots were right, through `head.TargetHead`
+5. `loss.decay_loss`, `loss.dpace_loss`: those -> (numerator, denominator) and which slots were right, through
+   `head.TargetHead`
 6. `acceptance`: right slots -> accepted lengths, anchor tau and walk tau
 7. `files`: the folder that transformers, vLLM and SGLang load
 """

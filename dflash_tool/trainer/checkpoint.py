@@ -46,7 +46,8 @@ class Checkpoint:
                 state: dict[str, Tensor] = {
                     moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS
                 }
-                optimizer.state[parameter] = {"step": torch.tensor(float(self.state.step)), **state}
+                step = torch.tensor(float(self.state.step), device=parameter.device)  # as the fused optimizer wants it
+                optimizer.state[parameter] = {"step": step, **state}
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise StoreError(
                 f"the checkpoint {self.folder} can't be read: {error}; remove it to go on from the one before it"
