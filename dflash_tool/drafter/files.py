@@ -74,7 +74,7 @@ def load_drafter(
     settings = read_drafter_config(folder)
     with torch.device("meta"):
         model = DFlashDraftModel(settings)
-    tensors = _tensors(folder / "model.safetensors", model.state_dict())
+    tensors = _tensors(folder / "model.safetensors", model.state_dict(), settings)
     model.load_state_dict(tensors, assign=True)
     model.rope = Rope(model.config)
     return model.to(device=device, dtype=dtype).eval()
@@ -94,31 +94,43 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     ids = _either(file, raw, inner, "target_layer_ids")
     if missing := [name for name in _SIZES.values() if name not in raw]:
         raise DflashError(f"{file} lacks {', '.join(missing)}: not a drafter in z-lab's layout")
+    sizes = {"block_size": _either(file, raw, inner, "block_size")} | {
+        name: raw[name] for name in _SIZES.values() if name != "rms_norm_eps"
+    }
+    if odd := [f"{name} = {value!r}" for name, value in sizes.items() if type(value) is not int or value < 1]:
+        raise DflashError(f"{file} says {', '.join(odd)}: expected a whole number, 1 or more (of block_size: 2)")
     rope, notes = drafter_rope(SimpleNamespace(**raw))
     if notes:
         raise DflashError(f"{file}: its rope can't be served: {'; '.join(notes)}")
+    if (theta := raw.get("rope_theta")) not in {None, rope["rope_theta"]}:
+        raise DflashError(
+            f"{file} says rope_theta = {theta:g} at its top level and {rope['rope_theta']:g} in rope_parameters; "
+            "engines would differ: mend it"
+        )
     try:
         return DrafterConfig(
             **{field: raw[name] for field, name in _SIZES.items()},
             rope=rope,
             initializer_range=raw.get("initializer_range", 0.02),
             target_layer_ids=tuple(ids),
-            block_size=_either(file, raw, inner, "block_size"),
+            block_size=sizes["block_size"],
             mask_token_id=_either(file, raw, inner, "mask_token_id"),
         )
     except (ConfigError, TypeError, ZeroDivisionError) as error:
-        raise DflashError(f"{file} describes no drafter that can be served: {error}") from error
+        raise DflashError(f"{file} describes no drafter that can be served: {str(error).removeprefix('--')}") from error
 
 
 def _refuse_other_kinds(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
     """Raise DflashError for a drafter that this model would run differently from how it was trained."""
     kinds = raw.get("architectures") or []
+    shifted = "slot 0 predicts the token after the anchor, one position further than DFlash's, so its drafts would all "
     if any("DSpark" in kind for kind in kinds) or "markov_rank" in raw:
         raise DflashError(
-            f"{file}: {', '.join(kinds) or 'a drafter with markov_rank'} is one of DeepSpec's: its slot 0 predicts the "
-            "token after the anchor, one position further than DFlash's, so its drafts would all be off by one; it "
-            "can't be used here"
+            f"{file}: {', '.join(kinds) or 'a drafter with markov_rank'} is one of DeepSpec's: its {shifted}be off by "
+            "one; it can't be used here"
         )
+    if raw.get("sample_from_anchor") or inner.get("sample_from_anchor"):
+        raise DflashError(f"{file}: sample_from_anchor is on: its {shifted}be off by one; it can't be used here")
     if kinds and kinds != ["DFlashDraftModel"]:
         raise DflashError(f"{file}: architecture {', '.join(kinds)}, expected DFlashDraftModel; it can't be used here")
     if raw.get("model_type", "qwen3") != "qwen3":
@@ -145,24 +157,29 @@ def _either(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any], name: 
     return found[0]
 
 
-def _tensors(file: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _tensors(file: Path, expected: Mapping[str, Tensor], settings: DrafterConfig) -> dict[str, Tensor]:
     """The tensors of a file, which must be exactly those expected, of the same shapes and one floating dtype."""
     try:
         with safe_open(file, "pt") as stored:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError) as error:
         raise DflashError(f"{file} can't be read: {error}; write or download the drafter again") from error
-    wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
-    wrong += [f"{name} is unknown" for name in tensors.keys() - expected.keys()]
+    wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
+    wrong += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
     wrong += [
         f"{name} is {list(tensors[name].shape)}, expected {list(value.shape)}"
         for name, value in expected.items()
         if name in tensors and tensors[name].shape != value.shape
     ]
+    fc, named = tensors.get("fc.weight"), len(settings.target_layer_ids)
+    if fc is not None and fc.ndim == 2 and fc.shape[1] not in {0, named * settings.hidden_size}:
+        wrong.insert(
+            0, f"target_layer_ids names {named} layers, fc.weight takes {fc.shape[1] / settings.hidden_size:g}"
+        )
     if wrong:
         more = f", and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise DflashError(
-            f"{file} doesn't hold the {len(expected)} tensors of its config.json: {', '.join(sorted(wrong)[:4])}{more}"
+            f"{file} doesn't hold the {len(expected)} tensors of its config.json: {', '.join(wrong[:4])}{more}"
         )
     if len(kinds := {value.dtype for value in tensors.values()}) > 1 or not all(
         kind.is_floating_point for kind in kinds
