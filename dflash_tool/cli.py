@@ -5,6 +5,7 @@ import sys
 import typer
 
 from dflash_tool import __version__
+from dflash_tool.commands.eval import eval_
 from dflash_tool.commands.export import export
 from dflash_tool.commands.extract import extract
 from dflash_tool.commands.stats import stats
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(extract)
 app.command()(train)
 app.command()(stats)
+app.command("eval")(eval_)
 app.command()(export)
 
 
