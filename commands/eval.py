@@ -47,8 +47,7 @@ def eval_(
         bool, option(_HOW, "One JSON document on stdout; messages go to stderr.", flag="--json")
     ] = False,
 ) -> None:
-    """Measure a drafter: how many tokens a target forward yields (tau), and how
-    much faster the target answers.
+    """Measure a drafter: tokens a target forward yields (tau), and the speed-up.
 
     With --store: anchor tau and walk tau over held-out samples, by bucket, slot
     and source, in seconds. Of a checkpoint, or an export of one, it knows which
@@ -65,8 +64,8 @@ def eval_(
 
     Example: dflash eval --drafter ./run/checkpoints/best --store ./store
 
-    Example: dflash eval --drafter ./drafter --target ./Qwen3-8B --data chats.jsonl
-    """  # noqa: D205
+    Example: dflash eval --drafter ./out --target ./Qwen3-8B --data chats.jsonl
+    """
     flags: dict[str, Any] = dict(locals())
     for name in ("as_json", "template_arg"):
         flags.pop(name)

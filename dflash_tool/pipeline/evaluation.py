@@ -45,7 +45,7 @@ class Graded:
         """One JSON document."""
         found = self.found
         return {
-            **found.as_row(),
+            **{name: value for name, value in found.as_row().items() if name != "kind"},
             "samples": len(self.chosen.rows),
             "held_out": self.chosen.known,
             "which": self.chosen.words,
