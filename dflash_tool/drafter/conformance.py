@@ -36,15 +36,12 @@ def check_folder(folder: Path, target: Any = None) -> list[str]:
         model = load_drafter(folder, dtype=torch.float32)
     except DflashError as error:
         return [str(error)]
-    found = [
-        f"{folder}: {name} holds NaN or Inf" for name, value in model.state_dict().items() if not value.isfinite().all()
-    ]
+    values = model.state_dict().items()
+    found = [f"model.safetensors: {name} holds NaN or Inf" for name, value in values if not value.isfinite().all()]
     found += _as_trained(folder, model.settings)
     if target is not None:
-        found += [
-            f"{folder}: {text}"
-            for text in (*other_target(model.settings, target), *_other_rope(model.settings, target))
-        ]
+        found += other_target(model.settings, target)
+        found += _other_rope(model.settings, target)
     return found or _numbers(folder, model)
 
 
@@ -54,21 +51,24 @@ def _as_trained(folder: Path, settings: DrafterConfig) -> list[str]:
     if not file.exists():
         return []
     try:
-        then = json.loads(file.read_text())["drafter"]
-        now = json.loads(json.dumps(asdict(settings)))
-        names = [name for name in now if then[name] != now[name]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{file} is damaged ({error!r}): export the drafter again"]
-    return [
-        f"{folder}: {name} is {now[name]} in config.json, but {then[name]} was trained ({TRAINING})" for name in names
-    ]
+        then = _flat(json.loads(file.read_text())["drafter"])
+        now = _flat(json.loads(json.dumps(asdict(settings))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{TRAINING} is damaged ({error!r}): export the drafter again"]
+    names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+    return [f"config.json: {name} is {now.get(name)}, but {then.get(name)} was trained ({TRAINING})" for name in names]
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the entries of `rope` beside the others."""
+    return {**settings, **settings["rope"], "rope": None}
 
 
 def _other_rope(settings: DrafterConfig, target: Any) -> list[str]:
     wanted, _ = drafter_rope(target.get_text_config(decoder=True))
     ours = dict(settings.rope)
     names = sorted(name for name in {*wanted, *ours} if wanted.get(name) != ours.get(name))
-    return [f"{name}: the drafter has {ours.get(name)}, its target {wanted.get(name)}" for name in names]
+    return [f"config.json: {name} is {ours.get(name)}, its target's {wanted.get(name)}" for name in names]
 
 
 @torch.inference_mode()
@@ -99,5 +99,5 @@ def _numbers(folder: Path, model: DFlashDraftModel) -> list[str]:
     for what, got in (("in generation", torch.stack(cached)), ("in training", beside)):
         off = float((got.double() - expected).abs().max()) / largest
         if not off <= TOLERANCE:  # NaN too
-            found.append(f"{folder}: drafts {what} differ from a plain computation by {off:.2g} of the largest value")
+            found.append(f"drafts {what} differ from a plain computation by {off:.2g} of the largest value")
     return found

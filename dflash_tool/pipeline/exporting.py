@@ -103,7 +103,7 @@ def check(folder: Path, target: str | None = None) -> list[str]:
         try:
             choose_mask_token(tokenizer, opened.vocab_size, settings.mask_token_id)
         except ConfigError as error:
-            found.append(f"{folder}: {str(error).removeprefix('--')}")
+            found.append(str(error).replace("--mask-token-id", "config.json: mask_token_id"))
     return found
 
 

@@ -170,5 +170,5 @@ def test_check_names_what_is_off(run: Path, tmp_path: Path, dflash: Run, random_
     wrong = dflash("export", "--check", out, "--target", random_target(), "--json")
     assert wrong.code == 1
     trained, end = json.loads(wrong.out)["off"]
-    assert "mask_token_id is 95 in config.json, but 96 was trained" in trained
-    assert "mask-token-id 95: this is the tokenizer's eos token" in end
+    assert "mask_token_id is 95, but 96 was trained" in trained
+    assert "mask_token_id 95: this is the tokenizer's eos token" in end

@@ -110,7 +110,7 @@ def not_finite(folder: Path) -> None:
     ("spoil", "says"),
     [
         (renamed, ["layers.0.self_attn.q_norm.weight is missing", "layers.0.self_attn.q_norms.weight is unknown"]),
-        (config_change(rope_theta=5000.0), ["rope_theta: the drafter has 5000.0, its target 10000.0"]),
+        (config_change(rope_theta=5000.0), ["config.json: rope_theta is 5000.0, its target's 10000.0"]),
         (config_change(target_layer_ids=[0, 4]), ["target_layer_ids names 2 layers, fc.weight takes 3"]),
         (config_change(block_size=0), ["block_size = 0: expected a whole number"]),
         (config_change(layer_types=["full_attention", "sliding_attention"]), ["sliding_attention", "windows"]),
@@ -127,17 +127,16 @@ def test_a_wrong_folder_is_named(spoil: Change, says: list[str], tmp_path: Path)
     assert check_folder(tmp_path, target_config()) == []
     spoil(tmp_path)
     (found,) = check_folder(tmp_path, target_config())
-    assert str(tmp_path) in found
     assert all(words in found for words in says)
 
 
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (config_change(mask_token_id=7), "mask_token_id is 7 in config.json, but 60 was trained"),
-        (config_change(target_layer_ids=[0, 1, 4]), "target_layer_ids is [0, 1, 4] in config.json, but [0, 2, 4] was"),
-        (config_change(rope_theta=5000.0), "'rope_theta': 10000.0} was trained"),
-        (config_change(block_size=4), "block_size is 4 in config.json, but 5 was trained"),
+        (config_change(mask_token_id=7), "config.json: mask_token_id is 7, but 60 was trained"),
+        (config_change(target_layer_ids=[0, 1, 4]), "target_layer_ids is [0, 1, 4], but [0, 2, 4] was"),
+        (config_change(rope_theta=5000.0), "rope_theta is 5000.0, but 10000.0 was trained"),
+        (config_change(block_size=4), "block_size is 4, but 5 was trained"),
         (lambda folder: (folder / TRAINING).write_text("{}"), "training.json is damaged"),
     ],
 )
