@@ -31,6 +31,7 @@ _NEUTRAL: dict[str, Any] = {
     "final_logit_softcapping": None,
     "markov_rank": 0,
 }
+_LARGEST = 1 << 24  # of any size in a config
 _SIZES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -41,7 +42,6 @@ _SIZES = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_position_embeddings",
     "num_target_layers": "num_target_layers",
-    "rms_norm_eps": "rms_norm_eps",
 }
 
 
@@ -86,38 +86,55 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     try:
         raw = json.loads(file.read_text())
         inner = dict(raw.get("dflash_config") or {})
+        _refuse_other_kinds(file, raw, inner)
+        return _settings(file, raw, inner)
     except FileNotFoundError as error:
         raise DflashError(f"no drafter in {folder}: there is no config.json") from error
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except ConfigError as error:
+        raise DflashError(f"{file} describes no drafter that can be served: {str(error).removeprefix('--')}") from error
+    except (OSError, ValueError, AttributeError, TypeError, ZeroDivisionError) as error:
         raise DflashError(f"{file} can't be read as a drafter's config: {error}") from error
-    _refuse_other_kinds(file, raw, inner)
+
+
+def _settings(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any]) -> DrafterConfig:
     ids = _either(file, raw, inner, "target_layer_ids")
     if missing := [name for name in _SIZES.values() if name not in raw]:
         raise DflashError(f"{file} lacks {', '.join(missing)}: not a drafter in z-lab's layout")
-    sizes = {"block_size": _either(file, raw, inner, "block_size")} | {
-        name: raw[name] for name in _SIZES.values() if name != "rms_norm_eps"
-    }
-    if odd := [f"{name} = {value!r}" for name, value in sizes.items() if type(value) is not int or value < 1]:
+    block_size, mask_token = (_either(file, raw, inner, name) for name in ("block_size", "mask_token_id"))
+    sizes = {name: raw[name] for name in _SIZES.values()} | {"block_size": block_size}
+    odd = [
+        f"{name} = {value!r}" for name, value in sizes.items() if type(value) is not int or not 1 <= value <= _LARGEST
+    ]
+    odd += [
+        f"{name} = {value!r}" for name, value in (("mask_token_id", mask_token), *_each(ids)) if type(value) is not int
+    ]
+    if odd:
         raise DflashError(f"{file} says {', '.join(odd)}: expected a whole number, 1 or more (of block_size: 2)")
+    small = {"rms_norm_eps": raw.get("rms_norm_eps"), "initializer_range": raw.get("initializer_range", 0.02)}
+    if odd := [
+        f"{name} = {value!r}" for name, value in small.items() if type(value) is not float or not 0 <= value < 1
+    ]:
+        raise DflashError(f"{file} says {', '.join(odd)}: expected a small number, such as 1e-6 or 0.02")
     rope, notes = drafter_rope(SimpleNamespace(**raw))
     if notes:
         raise DflashError(f"{file}: its rope can't be served: {'; '.join(notes)}")
-    if (theta := raw.get("rope_theta")) not in {None, rope["rope_theta"]}:
+    if (theta := raw.get("rope_theta")) is not None and theta != rope["rope_theta"]:
         raise DflashError(
-            f"{file} says rope_theta = {theta:g} at its top level and {rope['rope_theta']:g} in rope_parameters; "
+            f"{file} says rope_theta = {theta} at its top level and {rope['rope_theta']:g} in rope_parameters; "
             "engines would differ: mend it"
         )
-    try:
-        return DrafterConfig(
-            **{field: raw[name] for field, name in _SIZES.items()},
-            rope=rope,
-            initializer_range=raw.get("initializer_range", 0.02),
-            target_layer_ids=tuple(ids),
-            block_size=sizes["block_size"],
-            mask_token_id=_either(file, raw, inner, "mask_token_id"),
-        )
-    except (ConfigError, TypeError, ZeroDivisionError) as error:
-        raise DflashError(f"{file} describes no drafter that can be served: {str(error).removeprefix('--')}") from error
+    return DrafterConfig(
+        **{field: raw[name] for field, name in _SIZES.items()},
+        **small,
+        rope=rope,
+        target_layer_ids=tuple(ids),
+        block_size=block_size,
+        mask_token_id=mask_token,
+    )
+
+
+def _each(ids: Any) -> list[tuple[str, Any]]:
+    return [("a target_layer_id", layer) for layer in ids]
 
 
 def _refuse_other_kinds(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
@@ -137,7 +154,7 @@ def _refuse_other_kinds(file: Path, raw: Mapping[str, Any], inner: Mapping[str, 
         raise DflashError(f"{file}: model_type {raw['model_type']!r}, expected qwen3; it can't be used here")
     for name, neutral in _NEUTRAL.items():
         for where in (raw, inner):
-            if where.get(name, neutral) not in {neutral, None}:
+            if where.get(name) is not None and where[name] != neutral:
                 raise DflashError(f"{file}: {name} = {where[name]!r} is not supported, only {neutral!r}")
     windows = set(raw.get("layer_types") or []) - {"full_attention"}
     if windows or (raw.get("use_sliding_window") and raw.get("sliding_window")):
