@@ -11,6 +11,7 @@ from torch import Tensor
 from dflash_tool.drafter.acceptance import Yield
 from dflash_tool.drafter.decode import decode
 from dflash_tool.drafter.model import DFlashDraftModel
+from dflash_tool.errors import TargetError
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,20 @@ class Generation:
         target.generation_config = GenerationConfig(**self._common)
         self._forwards = 0
         target.register_forward_hook(self._count)
+
+    def warm_up(self, prompt: Tensor) -> None:
+        """Load and compile what is loaded and compiled on first use, so that it counts for neither way.
+
+        Raises TargetError for a target that transformers' DFlash generation can't run (one without position ids).
+        """
+        self.plain(prompt)
+        try:
+            self.drafted(prompt)
+        except Exception as error:  # whatever generation meets inside a model that it wasn't made for
+            raise TargetError(
+                f"transformers' DFlash generation can't run {type(self.target).__name__} ({type(error).__name__}: "
+                f"{error}): measure this drafter on a store, with --store alone"
+            ) from error
 
     def plain(self, prompt: Tensor, temperature: float = 0.0) -> Answer:
         """The target alone. prompt: int64 `[S]`."""

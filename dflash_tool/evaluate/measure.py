@@ -150,9 +150,7 @@ def measure(
     result = Measured(prompts=len(prompts), temperature=temperature, bigram=None if bigrams is None else NOTHING)
     result.sampled = Spoken() if temperature else None
     greedy_answers, sampled_answers = [], []
-    first = torch.from_numpy(prompts[0].tokens)
-    generation.plain(first)  # what is loaded and compiled on first use counts for neither
-    generation.drafted(first)
+    generation.warm_up(torch.from_numpy(prompts[0].tokens))
     for done, prompt in enumerate(prompts):
         if on_progress is not None:
             on_progress(done, len(prompts))

@@ -264,3 +264,27 @@ def test_no_prompt_that_it_has_not_been_trained_on(words: list[object], run: Pat
     assert refused.code == 1
     assert "no prompt to generate from (1 were trained on, 0 leave no room" in " ".join(refused.err.split())
     assert np.array_equal(mask[:5], np.zeros(5))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "qwen3_moe", "llava", "bloom"])
+def test_other_families(family: str, random_target: Callable[..., Path], tmp_path: Path, dflash: Run) -> None:
+    """Scaled embeddings, learned positions, experts, a vision tower; Bloom has no positions to give to a drafter."""
+    ids = np.random.default_rng(0).integers(0, 90, (20, 24))
+    data = tmp_path / "rows.jsonl"
+    data.write_text(
+        "".join(json.dumps({"input_ids": row, "loss_mask": [0] * 6 + [1] * 18}) + "\n" for row in ids.tolist())
+    )
+    target = random_target(family)
+    drafter = small_run(target, data, tmp_path, max_steps=1) / "checkpoints" / "last"
+    result = dflash(
+        "eval", "--drafter", drafter, "--target", target, "--data", data, "--limit", 2, "--max-new-tokens", 12, "--json"
+    )
+    if family == "bloom":
+        assert result.code == 1
+        assert "transformers' DFlash generation can't run BloomForCausalLM" in result.err
+        assert "Traceback" not in result.err
+        return
+    assert result.code == 0, result.err
+    seen = json.loads(result.out)["generation"]
+    assert seen["greedy"]["new_tokens"] == 24
+    assert seen["walk_tau"] == pytest.approx(seen["greedy"]["tau"], rel=0.03)
