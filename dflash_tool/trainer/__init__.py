@@ -4,6 +4,7 @@
 2. `validate.Validator`        held-out samples -> loss, accuracy by slot, anchor tau, walk tau
 3. `checkpoint.Checkpoints`    atomic, resumable to the bit, each with a servable drafter in it
 4. `metrics.MetricsLog`        metrics.jsonl
+5. `record`, `card`            what a run tells of its drafter: training.json and the model card of an export
 """
 
 from dflash_tool.trainer.checkpoint import Checkpoint, Checkpoints
