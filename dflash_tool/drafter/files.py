@@ -89,7 +89,9 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         _refuse_other_kinds(file, raw, inner)
         return _settings(file, raw, inner)
     except FileNotFoundError as error:
-        raise DflashError(f"no drafter in {folder}: there is no config.json") from error
+        run = f" (this is a run: its drafter is {folder / 'checkpoints' / 'best'})"
+        hint = run if (folder / "checkpoints").is_dir() else ""
+        raise DflashError(f"no drafter in {folder}: there is no config.json{hint}") from error
     except ConfigError as error:
         raise DflashError(f"{file} describes no drafter that can be served: {str(error).removeprefix('--')}") from error
     except (OSError, ValueError, AttributeError, TypeError, ZeroDivisionError) as error:
