@@ -17,11 +17,13 @@ DEFAULT_SAMPLES = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """rows: samples to grade. rest: the others that are usable. trained: rows that it was trained on, as far as known.
+    """Samples of a store.
 
+    rows: those to grade. rest: the others that are usable. trained: rows that it was trained on, as far as known.
     known: whether `rows` are held out. words: which samples `rows` are, for people.
     """
 
+    store: HiddenStore
     rows: Int64s
     rest: Int64s
     trained: Int64s
@@ -45,7 +47,8 @@ def choose_samples(drafter: Path, store: HiddenStore, limit: int | None = None) 
         trained, held_out = split_validation(samples.ids, committed, at_most=most, **options)
         if len(held_out):
             _, rows = split_validation(samples.ids, committed, at_most=min(most, limit), **options)
-            return Chosen(rows=rows, rest=trained, trained=trained, known=True, words="held out when it was trained")
+            words = "held out when it was trained"
+            return Chosen(store=store, rows=rows, rest=trained, trained=trained, known=True, words=words)
     # The share just below 1 leaves the limit to decide.
     others, rows = split_validation(samples.ids, committed, seed=0, fraction=1 - 2**-20, at_most=limit)
     nothing = np.empty(0, np.int64)
@@ -55,4 +58,4 @@ def choose_samples(drafter: Path, store: HiddenStore, limit: int | None = None) 
         words, trained = "not known to be held out: it was trained on another store", nothing
     else:
         words, trained = "not known to be held out: its folder doesn't tell what it was trained on", nothing
-    return Chosen(rows=rows, rest=others, trained=trained, known=False, words=words)
+    return Chosen(store=store, rows=rows, rest=others, trained=trained, known=False, words=words)

@@ -6,6 +6,7 @@ data without a prompt are refused at once.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,15 @@ from dflash_tool.prompts import PrepareOptions, find_files, load_tokenizer
 from dflash_tool.schemas.evaluate import EvalConfig
 from dflash_tool.store.layout import HEAD
 from dflash_tool.store.reader import HiddenStore
-from dflash_tool.target import TargetFolder, compute_dtype, head_tensors, load_whole, open_target, resolve_device
+from dflash_tool.target import (
+    TargetFolder,
+    compute_dtype,
+    head_tensors,
+    load_whole,
+    open_target,
+    resolve_device,
+    weights_fingerprint,
+)
 from dflash_tool.trainer import Validation, Validator
 from dflash_tool.trainer.validate import bigram_table, bigram_yield
 
@@ -45,7 +54,7 @@ class Graded:
         """One JSON document."""
         found = self.found
         return {
-            **{name: value for name, value in found.as_row().items() if name != "kind"},
+            **{name: value for name, value in found.as_row().items() if name not in {"kind", "loss"}},
             "samples": len(self.chosen.rows),
             "held_out": self.chosen.known,
             "which": self.chosen.words,
@@ -92,41 +101,50 @@ def evaluate(config: EvalConfig, on_progress: Progress | None = None) -> EvalRes
         raise ConfigError("nothing to measure on: give --store STORE, or --target PATH and --data FILE, or all three")
     settings = read_drafter_config(config.drafter)
     device = resolve_device("auto")
-    store, chosen = None, None
-    if config.store is not None:
-        store = HiddenStore.open(config.store)
-        _check_store(config, settings, store)
-        chosen = choose_samples(config.drafter, store, config.limit)
-    target, prompts = None, None
-    if config.target is not None:
-        target = open_target(config.target)
-        if wrong := other_target(settings, target.config):
-            raise DflashError(f"{config.drafter} is no drafter for {config.target}:\n  " + "\n  ".join(wrong))
-        prompts = _prompts(config, settings, target, store, chosen)
-    graded = None if store is None or chosen is None else _grade(config, store, chosen, device)
+    chosen = None if config.store is None else _open_store(config, config.store, settings)
+    target = None if config.target is None else _open_target(config, config.target, settings, chosen)
+    prompts = None if target is None else _prompts(config, settings, target, chosen)
+    graded = None if chosen is None else _grade(config, chosen, device)
     measured, notes = None, []
     if target is not None and prompts is not None:
         notes = _notes(prompts, chosen)
-        table = _bigrams(prompts, store, chosen, settings.vocab_size)
+        table = _bigrams(prompts, chosen, settings.vocab_size)
         measured = _generate(config, target, prompts, table, device, on_progress)
     return EvalResult(config=config, settings=settings, graded=graded, measured=measured, notes=tuple(notes))
 
 
-def _check_store(config: EvalConfig, settings: DrafterConfig, store: HiddenStore) -> None:
+def _open_store(config: EvalConfig, root: Path, settings: DrafterConfig) -> Chosen:
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import
 
-    if wrong := other_target(settings, AutoConfig.from_pretrained(store.root / HEAD)):
-        raise DflashError(f"{config.drafter} is no drafter for the target of {store.root}:\n  " + "\n  ".join(wrong))
+    store = HiddenStore.open(root)
+    if wrong := other_target(settings, AutoConfig.from_pretrained(root / HEAD)):
+        raise DflashError(f"{config.drafter} is no drafter for the target of {root}:\n  " + "\n  ".join(wrong))
     if lacking := sorted(set(settings.target_layer_ids) - set(store.manifest.layer_ids)):
         raise DflashError(
-            f"the store {store.root} lacks layer {', '.join(map(str, lacking))}, which the drafter sees; it holds "
+            f"the store {root} lacks layer {', '.join(map(str, lacking))}, which the drafter sees; it holds "
             f"{', '.join(map(str, store.manifest.layer_ids))}: extract again with --layers"
         )
     if not store.committed.any():
-        raise DflashError(f"the store {store.root} holds no sample yet: let `dflash extract` go on")
+        raise DflashError(f"the store {root} holds no sample yet: let `dflash extract` go on")
+    return choose_samples(config.drafter, store, config.limit)
 
 
-def _grade(config: EvalConfig, store: HiddenStore, chosen: Chosen, device: torch.device) -> Graded:
+def _open_target(config: EvalConfig, name: str, settings: DrafterConfig, chosen: Chosen | None) -> TargetFolder:
+    target = open_target(name)
+    if wrong := other_target(settings, target.config):
+        raise DflashError(f"{config.drafter} is no drafter for {name}:\n  " + "\n  ".join(wrong))
+    theirs = None if chosen is None else chosen.store.manifest.target
+    if theirs is not None and (ours := weights_fingerprint(target)) != theirs.weights_fingerprint:
+        raise DflashError(
+            "--store is of another target than --target: its weights have the fingerprint "
+            f"{theirs.weights_fingerprint} ({theirs.name}), those of {name} {ours}: give the target of the store, or "
+            "leave --store out"
+        )
+    return target
+
+
+def _grade(config: EvalConfig, chosen: Chosen, device: torch.device) -> Graded:
+    store = chosen.store
     model = load_drafter(config.drafter, device=device, dtype=torch.float32)
     settings = model.settings
     head = load_head(store.root / HEAD, device=device, dtype=compute_dtype("auto", device))
@@ -137,9 +155,7 @@ def _grade(config: EvalConfig, store: HiddenStore, chosen: Chosen, device: torch
     return Graded(chosen=chosen, found=found, bigram=bigram, edges=store.manifest.edges)
 
 
-def _prompts(
-    config: EvalConfig, settings: DrafterConfig, target: TargetFolder, store: HiddenStore | None, chosen: Chosen | None
-) -> Prompts:
+def _prompts(config: EvalConfig, settings: DrafterConfig, target: TargetFolder, chosen: Chosen | None) -> Prompts:
     """Prompts prepared as the store was, if there is one: then those that were trained on are known, and left out."""
     room = config.max_new_tokens + settings.block_size
     longest = None if target.max_position is None else target.max_position - room
@@ -148,33 +164,33 @@ def _prompts(
             f"--max-new-tokens {config.max_new_tokens}: this target has positions for {target.max_position} tokens, a "
             f"block of {settings.block_size} included"
         )
+    folder, trained = target.path, set[bytes]()
     options: dict[str, Any] = {"template_args": config.template_args}
-    if store is not None:
-        manifest = store.manifest
+    if chosen is not None:
+        manifest, folder = chosen.store.manifest, chosen.store.root / HEAD  # with the template that extract was given
         options = {
             "template_args": {**manifest.template_args, **config.template_args},
             "max_length": manifest.max_length,
             "overlength": manifest.overlength,
             "turns": manifest.turns,
         }
-    trained = () if store is None or chosen is None else chosen.trained.tolist()
+        trained = {chosen.store.samples.sample_id(row)[:12] for row in chosen.trained.tolist()}
     return read_prompts(
         find_files(config.data),
-        load_tokenizer(target.path if store is None else store.root / HEAD),
+        load_tokenizer(folder),
         PrepareOptions(vocab_size=target.vocab_size, mask_token_id=settings.mask_token_id, **options),
         limit=config.limit or DEFAULT_PROMPTS,
         longest=longest,
-        trained={store.samples.sample_id(row)[:12] for row in trained} if store is not None else (),
+        trained=trained,
     )
 
 
-def _bigrams(
-    prompts: Prompts, store: HiddenStore | None, chosen: Chosen | None, vocab_size: int
-) -> NDArray[np.int64] | None:
+def _bigrams(prompts: Prompts, chosen: Chosen | None, vocab_size: int) -> NDArray[np.int64] | None:
     """A table learned from the store's other answers, or from those of the data that no prompt is from."""
     answers: Iterable[tuple[NDArray[Any], NDArray[Any]]] = prompts.others
-    if store is not None and chosen is not None:
-        answers = ((store.samples.tokens(row), store.samples.mask(row)) for row in chosen.rest.tolist())
+    if chosen is not None:
+        samples = chosen.store.samples
+        answers = ((samples.tokens(row), samples.mask(row)) for row in chosen.rest.tolist())
     elif not prompts.others:
         return None
     return bigram_table(answers, vocab_size)
