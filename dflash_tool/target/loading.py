@@ -68,6 +68,17 @@ def load_weights(target: TargetFolder, trust_remote_code: bool) -> Any:
     return model.eval()
 
 
+def load_whole(target: TargetFolder, device: torch.device, dtype: torch.dtype) -> Any:
+    """The whole model, head and all, on a device: to generate with. TargetError if it can't be loaded there."""
+    model = load_weights(target, trust_remote_code=False)
+    cast(model, dtype)
+    try:
+        return model.to(device).requires_grad_(False)
+    except torch.OutOfMemoryError as error:
+        size = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
+        raise TargetError(f"{target.path}: this target takes {size:.1f} GiB, more than is free on {device}") from error
+
+
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters and saved buffers; computed buffers (rope's inverse frequencies) stay in float32.
 
