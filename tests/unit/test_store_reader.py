@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dflash_tool.errors import StoreError
 from dflash_tool.schemas.config import StoreDtype
 from dflash_tool.store.layout import array_file
+from dflash_tool.store.manifest import write_manifest
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.verify import verify
 from tests.store_kit import make_store, make_writer
@@ -106,6 +107,28 @@ def test_a_growing_store(tmp_path: Path) -> None:
         writer.commit_all()
         assert store.refresh() == last + 1
         np.testing.assert_array_equal(store.read(last)[2], made.rows[last][2])
+
+
+def test_what_is_settled_while_a_store_grows(tmp_path: Path) -> None:
+    """Committed, quarantined, or the store complete; and another store in its place is no growth."""
+    made = make_store(tmp_path, LENGTHS, complete=False)
+    last = len(LENGTHS) - 1
+    rows = np.arange(len(LENGTHS))
+    with HiddenStore.open(tmp_path) as store:
+        assert store.settled(rows).tolist() == [True] * last + [False]
+        assert not store.holes(rows).any()
+        quarantined = made.manifest.model_copy(update={"quarantined": (made.samples.sample_id(last).hex(),)})
+        write_manifest(tmp_path, quarantined)
+        store.refresh()
+        assert store.settled(rows).all()
+        assert store.holes(rows).tolist() == [False] * last + [True]
+        write_manifest(tmp_path, made.manifest.model_copy(update={"seed": 1}))
+        with pytest.raises(StoreError, match="made anew"):
+            store.refresh()
+        write_manifest(tmp_path, quarantined.model_copy(update={"complete": True}))
+        store.refresh()
+        assert store.manifest.complete
+        assert store.holes(rows).tolist() == [False] * last + [True]
 
 
 def test_an_empty_store(tmp_path: Path) -> None:
