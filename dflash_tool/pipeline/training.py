@@ -20,7 +20,6 @@ from dflash_tool.schemas.train import TrainConfig, TrainState
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.files import make_folder
 from dflash_tool.store.lock import RunLock
-from dflash_tool.store.manifest import settings_fingerprint
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer import Checkpoint, MetricsLog, StepResult, Validation
 from dflash_tool.trainer.validate import bigram_yield
@@ -61,7 +60,7 @@ def train(config: TrainConfig, telemetry: TrainTelemetry | None = None) -> Train
             try:
                 resumed = resume(run)
                 kept = resumed.state.step if resumed else -1
-                with stop.forward_to(run.stop.append), MetricsLog(config.out, after_step=kept) as metrics:
+                with stop.forward_to(run.interrupt), MetricsLog(config.out, after_step=kept) as metrics:
                     return _train(run, resumed, metrics)
             except BaseException:
                 if made and not (config.out / SETTINGS).exists():  # refused before it began: leave no trace
@@ -82,7 +81,7 @@ def _train(run: TrainRun, resumed: Checkpoint | None, metrics: MetricsLog) -> Tr
         done = loop.steps_done
         last = done == loop.total_steps
         if last or done % config.val_every == 0:
-            run.newest_validation = _validate(run, metrics)
+            run.newest_validation = _validate(run, metrics) or run.newest_validation
         if last or done % config.save_every == 0 or run.stop:
             _save(run)
         if run.stop:
@@ -92,12 +91,21 @@ def _train(run: TrainRun, resumed: Checkpoint | None, metrics: MetricsLog) -> Tr
 
 
 def _steps_left(run: TrainRun) -> Iterator[LoadedStep]:
-    if run.loop.steps_done >= run.loop.total_steps:
+    loop = run.loop
+    if loop.steps_done >= loop.total_steps:
         return
-    for step in run.loader:
-        yield step
-        if run.loop.steps_done >= run.loop.total_steps:
-            return
+    try:
+        for step in run.loader:
+            if run.validator is not None and loop.steps_done == loop.total_steps - 1:
+                run.loader.wait_for(run.val_rows)  # the last validation comes right after
+            yield step
+            if loop.steps_done >= loop.total_steps:
+                return
+    except (Interrupted, StoreError) as error:  # between two steps
+        run.stop.append(error)
+        if loop.steps_done:
+            _save(run)
+        raise _interrupted(run) from None
 
 
 class _Log:
@@ -160,6 +168,10 @@ class _Log:
 def _validate(run: TrainRun, metrics: MetricsLog) -> dict[str, Any] | None:
     if run.validator is None:
         return None
+    if run.follower is not None and not run.follower.here(run.val_rows):
+        if run.loop.steps_done == 0:
+            run.notes.append("validation began once all held-out samples were extracted, not at step 0")
+        return None
     run.telemetry.stage("validating")
     found: Validation = run.validator.run(run.model)
     row = {"step": run.loop.steps_done, **found.as_row()}
@@ -181,7 +193,7 @@ def _save(run: TrainRun) -> None:
         total_steps=run.loop.total_steps,
         loader=run.loader.state_dict(),
         config=run.config.model_dump(mode="json"),
-        store_settings=settings_fingerprint(run.store.manifest),
+        store_settings=run.store.fingerprint,
         best_walk_tau=best_tau,
         best_step=best_step,
         validation=run.newest_validation,
