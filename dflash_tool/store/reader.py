@@ -181,8 +181,11 @@ class HiddenStore:
         parts = {name: self._parts.get(name) or read_shard_index(self.root, name, self.layers) for name in names}
         index = join_indexes(self.layers, list(parts.values()))
         located = index.find(self.samples.sample_ids)
-        never = pa.array([bytes.fromhex(each) for each in manifest.quarantined], pa.binary(SAMPLE_ID_BYTES))
-        quarantined = pc.is_in(self.samples.sample_ids, value_set=never).to_numpy() & (located < 0)
+        never = {bytes.fromhex(each) for each in manifest.quarantined}
+        if not manifest.complete:  # then shards say it as they are committed, the manifest at the end
+            never |= {each for part in parts.values() for each in part.quarantined}
+        left_out = pa.array(sorted(never), pa.binary(SAMPLE_ID_BYTES))
+        quarantined = pc.is_in(self.samples.sample_ids, value_set=left_out).to_numpy() & (located < 0)
         self._parts = {} if manifest.complete else parts
         with self._lock:
             self._arrays.clear()  # shards are numbered anew

@@ -169,7 +169,7 @@ class Growing:
         self.lock = RunLock(root)  # a new one each time that an extraction seems to run
         samples = self._whole.samples
         order = epoch_order(samples.ids, samples.buckets.astype(np.int64), seed=self.manifest.seed, epoch=0)
-        self._left = [row for row in order.tolist() if row not in quarantined]
+        self._left = order.tolist()
         self._writer = make_writer(root, self.manifest)
         self._one_at_a_time = threading.Lock()
         self.grown = 0
@@ -179,9 +179,12 @@ class Growing:
             samples = self._whole.samples
             for row in self._left[:5]:
                 bucket, length = int(samples.buckets[row]), int(samples.lengths[row])
-                self._writer.append(bucket, [samples.sample_id(row)], [length], self._whole.read(row))
+                if row in self._quarantined:
+                    self._writer.quarantine(bucket, [samples.sample_id(row)])
+                else:
+                    self._writer.append(bucket, [samples.sample_id(row)], [length], self._whole.read(row))
+                    self.grown += 1
             self._writer.commit_all()
-            self.grown += len(self._left[:5])
             self._left = self._left[5:]
             if not self._left:
                 never = tuple(samples.sample_id(row).hex() for row in self._quarantined)
