@@ -11,6 +11,7 @@ from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.store.follow import check_written, wait_until_begun
 from dflash_tool.store.joined import JoinedStore
 from dflash_tool.store.reader import HiddenStore, most_open_files
+from dflash_tool.wording import counted
 
 # What numbers must have in common to train one drafter, and how to mend it. Data, template and lengths may differ.
 _SHARED: dict[str, tuple[Callable[[Manifest], Any], str]] = {
@@ -53,7 +54,7 @@ def _check_whole(store: HiddenStore, config: TrainConfig) -> None:
     committed, seed = int(store.committed.sum()), store.manifest.seed
     if not store.manifest.complete and not config.follow:
         raise StoreError(
-            f"the store {store.root} is unfinished ({committed:,} of {store.manifest.samples:,} samples): run the "
+            f"the store {store.root} is unfinished ({committed:,} of {counted(store.manifest.samples, 'sample')}): run the "
             "`dflash extract` that made it again to finish it, or train while that is running, with --follow"
         )
     if not store.manifest.complete and seed != config.seed:
@@ -64,7 +65,7 @@ def _check_whole(store: HiddenStore, config: TrainConfig) -> None:
     check_written(store)
     if store.manifest.complete and (lost := int((~store.committed & ~store.quarantined).sum())):
         raise StoreError(
-            f"the store {store.root} has lost {lost:,} of its {len(store.samples):,} samples: run the `dflash extract` "
+            f"the store {store.root} has lost {lost:,} of its {counted(len(store.samples), 'sample')}: run the `dflash extract` "
             "that made it again; `dflash stats --verify` names what is missing"
         )
 

@@ -17,6 +17,7 @@ from dflash_tool.store.joined import JoinedStore
 from dflash_tool.store.layout import CONFIG, HEAD, MANIFEST, SAMPLES
 from dflash_tool.store.lock import WriterWatch
 from dflash_tool.store.reader import HiddenStore
+from dflash_tool.wording import counted
 
 Int64s = NDArray[np.int64]
 
@@ -30,7 +31,7 @@ class WriterGone(StoreError):  # noqa: N818 - says what happened
     def __init__(self, store: HiddenStore) -> None:
         committed = int((store.located >= 0).sum())
         super().__init__(
-            f"the store {store.root} is unfinished ({committed:,} of {len(store.samples):,} samples) and no run is "
+            f"the store {store.root} is unfinished ({committed:,} of {counted(len(store.samples), 'sample')}) and no run is "
             f"writing it: go on with `dflash extract --config {store.root / CONFIG}`, then, or beside it, run this "
             "training again: it goes on where it stands"
         )

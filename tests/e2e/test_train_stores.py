@@ -28,9 +28,9 @@ from dflash_tool.store.follow import Follower
 from dflash_tool.store.lock import RunLock
 from dflash_tool.store.manifest import read_manifest, write_manifest
 from dflash_tool.store.reader import HiddenStore
-from dflash_tool.store.testing import make_writer
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer.metrics import read_metrics
+from tests.store_kit import make_writer
 
 from .running import ENV, extract_words, wait_until
 

@@ -18,7 +18,7 @@ from dflash_tool.store.joined import AnyStore, JoinedStore
 from dflash_tool.store.lock import RunLock
 from dflash_tool.store.manifest import write_manifest
 from dflash_tool.store.reader import HiddenStore
-from dflash_tool.store.testing import MadeStore, make_store, make_writer
+from tests.store_kit import MadeStore, make_store, make_writer
 
 G = 8
 Steps = list[tuple[int, int, list[int]]]

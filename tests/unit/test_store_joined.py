@@ -10,7 +10,7 @@ from dflash_tool.buckets import assign_buckets, choose_edges, count_copies
 from dflash_tool.store.joined import JoinedStore
 from dflash_tool.store.manifest import settings_fingerprint
 from dflash_tool.store.reader import HiddenStore
-from dflash_tool.store.testing import make_store
+from tests.store_kit import make_store
 
 SEED = 6
 
