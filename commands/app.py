@@ -3,6 +3,8 @@
 import typer
 
 from dflash_tool import __version__
+from dflash_tool.commands.eval import eval_
+from dflash_tool.commands.export import export
 from dflash_tool.commands.extract import extract
 from dflash_tool.commands.stats import stats
 from dflash_tool.commands.train import train
@@ -19,6 +21,8 @@ app = typer.Typer(
 app.command()(extract)
 app.command()(train)
 app.command()(stats)
+app.command("eval")(eval_)
+app.command()(export)
 
 
 def _print_version(wanted: bool) -> None:

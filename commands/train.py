@@ -39,8 +39,16 @@ def train(
     mask_token_id: Annotated[
         int | None, option(_DRAFTER, "Token of the slots to draft.", "the store's", metavar="ID")
     ] = None,
+    init_from: Annotated[
+        Path | None,
+        option(_DRAFTER, "Start from this drafter, and have its shape.", "random weights", metavar="FOLDER"),
+    ] = None,
     anchors: Annotated[
         int | None, option(_LOSS, "Blocks a sample, at most, new ones each epoch.", "512", metavar="N")
+    ] = None,
+    loss: Annotated[
+        Literal["decay", "dpace"] | None,
+        option(_LOSS, "Weigh slots by position, or by the acceptance that hangs on them (D-PACE).", "decay"),
     ] = None,
     gamma: Annotated[
         float | None,
@@ -61,7 +69,13 @@ def train(
         bool | None, option(_STEPS, "Recompute layers in the backward: less memory.", flag="--grad-checkpointing")
     ] = None,
     drafter_device: Annotated[
-        str | None, option(_RUN, "cpu, cuda, cuda:1, ...", "the first CUDA device, or the CPU", metavar="DEVICE")
+        list[str] | None,
+        option(_RUN, "cpu, cuda, cuda:1, ...; repeatable.", "the first CUDA device, or the CPU", metavar="DEVICE"),
+    ] = None,
+    drafters: Annotated[int | None, option(_RUN, "Replicas on each drafter device.", "1", metavar="N")] = None,
+    compile_: Annotated[bool | None, option(_RUN, "Compile parts of the drafter (CUDA).", flag="--compile")] = None,
+    tensorboard: Annotated[
+        bool | None, option(_RUN, "The metrics in RUN/tensorboard as well.", flag="--tensorboard")
     ] = None,
     seed: Annotated[int | None, option(_RUN, "Of weights, order, anchors and split.", "0", metavar="N")] = None,
     val_every: Annotated[int | None, option(_RUN, "Validate every so many steps.", "200", metavar="N")] = None,
@@ -95,6 +109,7 @@ def train(
     flags: dict[str, Any] = dict(locals())
     for name in ("config", "as_json"):
         flags.pop(name)
+    flags["compile"] = flags.pop("compile_")
     from dflash_tool.schemas.train import TrainConfig
 
     resolved = load_config(TrainConfig, config, flags)
@@ -104,9 +119,11 @@ def train(
     from dflash_tool.telemetry import TrainTelemetry
 
     telemetry = TrainTelemetry()
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = os.environ.get("RANK", "0") == "0"  # under torchrun one rank speaks for all
     with show_training(telemetry, Console(stderr=True, quiet=not speaks)):
         result = pipeline.train(resolved, telemetry)
+    if not speaks:
+        return
     if as_json:
         print(json.dumps(result.as_json(), indent=2))  # noqa: T201 - the one document on stdout
     else:

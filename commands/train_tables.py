@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dflash_tool.commands.format import count, duration, facts, share
+from dflash_tool.commands.format import count, duration, facts, share, size
 from dflash_tool.commands.live import show_live
 from dflash_tool.pipeline import TrainResult
 from dflash_tool.telemetry import TrainSnapshot, TrainTelemetry
@@ -51,7 +51,13 @@ def train_panel(now: TrainSnapshot) -> RenderableType:
         ("walk tau", _spark([value for _, value in now.taus]) + (f" {now.taus[-1][1]:.2f}" if now.taus else "")),
         ("step mix", ", ".join(f"b{bucket} {samples}" for bucket, samples in sorted(now.buckets.items())) or "…"),
         ("rate", f"{count(now.tokens)} context tokens/s, {count(now.blocks)} blocks/s, lr {now.lr:.2e}"),
-        ("time", ", ".join(f"{name} {share(seconds / spent, 0)}" for name, seconds in now.spent.items()) or "…"),
+        (
+            "time",
+            ", ".join(
+                f"{name} {share(seconds / spent, 0)}" for name, seconds in now.spent.items() if seconds >= 0.005 * spent
+            )
+            or "…",
+        ),
         ("waited", f"{duration(now.waited)} for data ({share(now.waited / max(now.seconds, 1e-9))})"),
     ]
     title = f"dflash train · {now.stage}"
@@ -74,8 +80,13 @@ def train_text(result: TrainResult) -> RenderableType:
     last = result.last
     rows = [
         ("steps", f"{count(result.steps)} taken, {count(result.total_steps)} in all, in {duration(result.seconds)}"),
+        *_drafters(result),
         ("waited", f"{duration(result.waited)} for data ({share(result.waited / max(result.seconds, 1e-9))})"),
     ]
+    if result.bottleneck:
+        rows.append(("held up by", f"{result.bottleneck}"))
+    if result.memory_bytes:
+        rows.append(("memory", f"at most {size(result.memory_bytes)}"))
     if last:
         best = f", best {result.best_walk_tau:.2f}" if result.best_walk_tau is not None else ""
         rows += [
@@ -89,6 +100,18 @@ def train_text(result: TrainResult) -> RenderableType:
         facts(rows),
         *_notes(result.notes),
     )
+
+
+def _drafters(result: TrainResult) -> Iterator[tuple[str, str]]:
+    """Where there are several, how many, and what they waited for each other."""
+    if result.drafters > 1:
+        ranks = f" on {result.ranks} ranks" if result.ranks > 1 else ""
+        others = result.spent.get("drafters", 0.0), result.spent.get("ranks", 0.0)
+        yield (
+            "drafters",
+            f"{result.drafters}{ranks}; each waited {duration(others[0])} for those beside it"
+            + (f", {duration(others[1])} for other ranks" if ranks else ""),
+        )
 
 
 def _notes(notes: Sequence[str]) -> Iterator[Text]:

@@ -3,13 +3,18 @@
 The group's key-value store (c10d) is all they need: one counter that ranks add to gives each batch to exactly one of
 them, whoever is free (work stealing across machines), and a few keys tell who is ready, done or refused. A rank that
 dies takes the group down, as torchrun does: the others get SIGTERM.
+
+Ranks that take every step together meet in `everyone`, which never waits for one that won't come: a rank that fails
+says why, and one that dies stops beating (`alive`).
 """
 
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +22,10 @@ from dflash_tool.errors import DflashError
 
 T = TypeVar("T")
 _LOOK_AGAIN_SECONDS = 0.1
+_BEAT_SECONDS = 1.0
+_DEAD_SECONDS = 45.0
+# A rank that was asked to stop (torchrun kills it 30 s later) waits less long for those that don't come any more.
+_DEAD_WHEN_STOPPING, _LATE_WHEN_STOPPING = 8.0, 25.0
 
 
 class GroupStore(Protocol):
@@ -26,6 +35,8 @@ class GroupStore(Protocol):
     def get(self, key: str) -> bytes: ...  # noqa: D102
     def add(self, key: str, amount: int) -> int: ...  # noqa: D102
     def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...  # noqa: D102
+    def delete_key(self, key: str) -> bool: ...  # noqa: D102
 
 
 class Ranks:
@@ -34,7 +45,8 @@ class Ranks:
     def __init__(self, rank: int = 0, world: int = 1, store: GroupStore | None = None) -> None:
         self.rank = rank
         self.world = world
-        self._store = store
+        self.store = self._store = store
+        self._told: str | None = None  # our key of the newest meeting
         self._alone = itertools.count()
 
     @classmethod
@@ -77,6 +89,54 @@ class Ranks:
         elif self._store is not None:
             self._wait_for("together")
 
+    def everyone(self, name: str, report: Any, *, stop: Sequence[BaseException] = ()) -> list[Any]:
+        """Meet: every rank hands in a report (plain JSON values) and gets all of them, by rank.
+
+        name: of the meeting, the same on every rank, another one each time. stop: not empty once this rank was asked
+        to stop. Raises DflashError if a rank has failed, with its reason, or is gone.
+        """
+        if self._store is None:
+            return [report]
+        keys = [f"{name}/{rank}" for rank in range(self.world)]
+        try:
+            self._store.set(keys[self.rank], json.dumps(report))
+            watch = _Watch(self._store, keys, self.rank)
+            while not self._store.check(keys):
+                watch.look(stop)
+            reports = [json.loads(each) for each in self._store.multi_get(keys)]
+            if self._told is not None:  # all have come here, so nobody needs the meeting before
+                self._store.delete_key(self._told)
+        except RuntimeError as error:
+            raise DflashError(f"the group's store can't be reached any more ({error}): its process is gone") from error
+        self._told = keys[self.rank]
+        return reports
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Let the others know that this rank lives, while the body runs; if it raises, why."""
+        if self._store is None:
+            yield
+            return
+        store, done = self._store, threading.Event()
+
+        def beat() -> None:
+            with suppress(RuntimeError):  # the store is gone: the next meeting says so
+                while not done.wait(_BEAT_SECONDS):
+                    store.add(f"beats/{self.rank}", 1)
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            with suppress(RuntimeError):
+                if store.add("failures", 1) == 1:
+                    store.set("failed", json.dumps([self.rank, str(error) or type(error).__name__]))
+            raise
+        finally:
+            done.set()
+            thread.join(_BEAT_SECONDS)  # no longer: the store may be gone
+
     def share(self, work: Sequence[T]) -> Iterator[T]:
         """The items that this rank draws; together the ranks draw each item once, in order."""
         while (place := self._draw()) < len(work):
@@ -101,8 +161,53 @@ class Ranks:
         """The value of a key once it is there; looks again and again, so that a signal gets through."""
         assert self._store is not None
         while not self._store.check([key]):
+            _raise_failure(self._store)
             time.sleep(_LOOK_AGAIN_SECONDS)
         return self._store.get(key).decode()
 
     def _draw(self) -> int:
         return next(self._alone) if self._store is None else self._store.add("next batch", 1) - 1
+
+
+class _Watch:
+    """Waits for ranks that haven't come to a meeting, as long as there is hope."""
+
+    def __init__(self, store: GroupStore, keys: Sequence[str], own: int) -> None:
+        self._store, self._keys, self._own = store, keys, own
+        self._began = self._looked = time.monotonic()
+        self._stop_seen: float | None = None
+        self._beats: dict[int, tuple[int, float]] = {}
+
+    def look(self, stop: Sequence[BaseException]) -> None:
+        """Wait a moment, a tenth of what was waited so far; now and then see whether the others will come at all."""
+        now = time.monotonic()
+        time.sleep(min(_LOOK_AGAIN_SECONDS / 2, 1e-4 + (now - self._began) / 10))
+        if now - self._looked < _LOOK_AGAIN_SECONDS:
+            return
+        self._looked = now
+        _raise_failure(self._store)
+        if stop and self._stop_seen is None:
+            self._stop_seen = now
+        for rank, key in enumerate(self._keys):
+            if rank != self._own and not self._store.check([key]):
+                self._check(rank, now, key.rpartition("/")[0])
+
+    def _check(self, rank: int, now: float, meeting: str) -> None:
+        beats = self._store.add(f"beats/{rank}", 0)
+        seen, since = self._beats.get(rank, (-1, now))
+        if beats != seen:
+            self._beats[rank] = (beats, since := now)
+        again = "run the same command to go on"
+        if now - since > (_DEAD_SECONDS if self._stop_seen is None else _DEAD_WHEN_STOPPING):
+            raise DflashError(f"rank {rank} has given no sign of life for {now - since:.0f} s: it is gone; {again}")
+        if self._stop_seen is not None and now - self._stop_seen > _LATE_WHEN_STOPPING:
+            raise DflashError(
+                f"rank {rank} did not come to {meeting} within {now - self._stop_seen:.0f} s of the signal to stop; "
+                f"{again}"
+            )
+
+
+def _raise_failure(store: GroupStore) -> None:
+    if store.check(["failed"]):
+        rank, reason = json.loads(store.get("failed"))
+        raise DflashError(f"rank {rank} stopped: {reason}")

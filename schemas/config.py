@@ -31,7 +31,7 @@ def _at_home(value: Any) -> Any:
     return str(Path(value).expanduser()) if str(value).startswith("~") else value
 
 
-def _strings(value: Any) -> Any:
+def strings(value: Any) -> Any:
     """A YAML file may say `cpu` for `[cpu]`."""
     return (value,) if isinstance(value, str) else value
 
@@ -73,7 +73,7 @@ class ExtractConfig(BaseModel):
     mask_token_id: int | None = Field(default=None, ge=0)
     dtype: ComputeDtype = "auto"
     store_dtype: StoreDtype = "bfloat16"
-    target_device: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_strings)] = ("auto",)
+    target_device: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(strings)] = ("auto",)
     targets: int = Field(default=1, ge=1, description="replicas on each target device")
     trust_remote_code: bool = False
     buckets: Annotated[Annotated[int, Field(ge=1, le=256)] | tuple[int, ...], BeforeValidator(_buckets)] = 6

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from dflash_tool.schemas.config import int_list
+from dflash_tool.schemas.config import int_list, strings
 
 
 def _one_or_many(value: Any) -> Any:
@@ -32,7 +32,9 @@ class TrainConfig(BaseModel):
     draft_layers: int = Field(default=5, ge=1)
     aux_layers: Annotated[tuple[int, ...] | None, BeforeValidator(int_list)] = None
     mask_token_id: int | None = Field(default=None, ge=0)
+    init_from: Path | None = Field(default=None, description="folder of a drafter to start from")
     anchors: int = Field(default=512, ge=1)
+    loss: Literal["decay", "dpace"] = "decay"
     gamma: float | None = Field(default=None, gt=0)
     lr: float = Field(default=6e-4, gt=0)
     warmup: float = Field(default=0.04, ge=0, lt=1)
@@ -50,7 +52,10 @@ class TrainConfig(BaseModel):
     save_every: int = Field(default=200, ge=1, description="steps")
     log_every: int = Field(default=10, ge=1, description="steps")
     keep: int = Field(default=2, ge=1, description="newest checkpoints kept, beside the best")
-    drafter_device: str = "auto"
+    tensorboard: bool = False
+    drafter_device: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(strings)] = ("auto",)
+    drafters: int = Field(default=1, ge=1, description="replicas on each drafter device")
+    compile: bool = False
     inflight_gib: float | None = Field(default=None, gt=0)
     loader_threads: int = Field(default=2, ge=1)
     verify_reads: Literal["first", "always", "never"] = "first"
@@ -59,7 +64,7 @@ class TrainConfig(BaseModel):
 # What may differ between a checkpoint and the run that goes on from it: none of it changes a step's result.
 MAY_CHANGE = {
     "store", "follow", "out", "microbatch_tokens", "grad_checkpointing", "val_every", "save_every", "log_every", "keep",
-    "drafter_device", "inflight_gib", "loader_threads", "verify_reads",
+    "tensorboard", "drafter_device", "drafters", "compile", "inflight_gib", "loader_threads", "verify_reads",
 }  # fmt: skip
 
 
@@ -79,4 +84,5 @@ class TrainState(BaseModel):
     best_step: int | None = None
     validation: dict[str, Any] | None = Field(default=None, description="the newest validation row")
     threads: int = Field(description="torch threads: another number gives other bits")
+    drafters: int = Field(default=1, ge=1, description="of all ranks together: so does another number of these")
     versions: dict[str, str]

@@ -8,12 +8,12 @@
         save(loader.state_dict())   # this step is consumed: its last batch has been used
 
 Asking for the next batch (or for the end of the step) gives the memory of the last one back; so does
-`batch.release()`. Which samples a step holds is the plan's word alone: threads, window, ranks and microbatch
-budgets don't enter.
+`batch.release()`. Several drafters of one process iterate over `step.shares`, each in a thread of its own. Which
+samples a step holds is the plan's word alone: threads, window, drafters, ranks and microbatch budgets don't enter.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -52,19 +52,28 @@ class LoadedStep:
     """One optimizer step. Iterating, once, yields the batches of this rank: none where it has no work.
 
     epoch, index: its place; rows: int64 `[G]`, sample rows of the whole step (all ranks) in the order of the epoch.
+    shares: the batches of each local drafter in plan order, for a thread each.
     """
 
-    def __init__(self, planned: PlannedStep, batches: Iterator[MixedBatch]) -> None:
+    def __init__(
+        self, planned: PlannedStep, shares: Sequence[Iterator[MixedBatch]], abort: Callable[[BaseException], None]
+    ) -> None:
         self.epoch, self.index, self.rows = planned.epoch, planned.index, planned.rows
+        self.shares = tuple(shares)
+        self._abort = abort
         self._count = len(planned.microbatches)
-        self._batches = batches
 
     def __len__(self) -> int:
         """Count the microbatches of this rank."""
         return self._count
 
+    def abort(self, error: BaseException) -> None:
+        """Let all shares raise `error`, even while they wait. From any thread."""
+        self._abort(error)
+
     def __iter__(self) -> Iterator[MixedBatch]:
-        return self._batches
+        (only,) = self.shares
+        return only
 
 
 class MixingLoader:
@@ -83,14 +92,15 @@ class MixingLoader:
         threads: that read, at least 1.
         verify: hold rows against their hash the first time they are read, always or never.
         pin: page-locked memory, for CUDA.
-        rank, world: this rank's share of each step is `assign(step, world)[rank]`.
+        rank, world: of the processes that train together, all with as many drafters.
+        drafters: local ones; number d of this rank has `assign(step, world * drafters)[rank * drafters + d]`.
         follower: of `store`, if it is still being written: each step waits until all its samples are there.
 
     Raises:
         ConfigError: a layer that the store lacks; a window too small for the largest microbatch the budget allows;
             `threads` or `epochs` below 1.
         DataError: no rows.
-        ValueError: wrong `layers`, `verify`, `rank`.
+        ValueError: wrong `layers`, `verify`, `rank`, `drafters`.
     """
 
     def __init__(
@@ -107,6 +117,7 @@ class MixingLoader:
         pin: bool = False,
         rank: int = 0,
         world: int = 1,
+        drafters: int = 1,
         follower: Follower | None = None,
     ) -> None:
         if len(rows) == 0:
@@ -114,12 +125,13 @@ class MixingLoader:
         for name, value in (("loader threads", threads), ("--epochs", epochs)):
             if value < 1:
                 raise ConfigError(f"{name}: got {value}, allowed 1 or more")
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} of {world}")
+        if not 0 <= rank < world or drafters < 1:
+            raise ValueError(f"rank {rank} of {world}, {drafters} drafters")
         self._reader = SampleReader(store, layers, verify)
         self._rows, self._plan_of, self._epochs = rows, plan_of, epochs
         self._window_bytes, self._threads, self._pin = window_bytes, threads, pin
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._drafters = rank, world, drafters
+        self._ending = threading.Lock()
         self._follower = follower
         plan = plan_of(0)
         self._check_window(plan, int(store.samples.lengths[rows].max()))
@@ -154,7 +166,7 @@ class MixingLoader:
                 raise self._error
             prefetch.start()
             while (planned := prefetch.take_step(step_number)) is not None:
-                yield LoadedStep(planned, self._batches(prefetch, planned, batch_number))
+                yield LoadedStep(planned, self._shares(prefetch, planned, batch_number), self.abort)
                 if self._position != _after(planned):
                     raise RuntimeError(f"step {planned.index} of epoch {planned.epoch} wasn't read to its end")
                 batch_number += len(planned.microbatches)
@@ -242,9 +254,10 @@ class MixingLoader:
     def _end(self, prefetch: Prefetch) -> None:
         self._leave.set()
         prefetch.close()
-        if self._prefetch is prefetch:
-            self._ended = self.counters()
-            self._prefetch = None
+        with self._ending:
+            if self._prefetch is prefetch:
+                self._ended = self.counters()
+                self._prefetch = None
 
     def _steps(self, epoch: int, done: int) -> Iterator[PlannedStep]:
         """Plan the steps still to do, one at a time. Runs in the reading threads."""
@@ -255,12 +268,17 @@ class MixingLoader:
                 if not self._arrived(rows, current):
                     return
                 step = plan.step(index)
-                share = (step.microbatches[place] for place in assign(step, self._world)[self._rank])
+                first = self._rank * self._drafters
+                shares = assign(step, self._world * self._drafters)[first : first + self._drafters]
+                drafter_of = sorted((place, drafter) for drafter, share in enumerate(shares) for place in share)
+                mine = ((self._of_rows(step.microbatches[place]), drafter) for place, drafter in drafter_of)
+                filled = [(batch, drafter) for batch, drafter in mine if batch is not None]
                 yield PlannedStep(
                     epoch=current,
                     index=index,
                     rows=rows[~self._reader.store.holes(rows)],
-                    microbatches=tuple(batch for planned in share if (batch := self._of_rows(planned)) is not None),
+                    microbatches=tuple(batch for batch, _ in filled),
+                    drafters=tuple(drafter for _, drafter in filled),
                     fingerprint=plan.samples_fingerprint,
                 )
 
@@ -282,8 +300,24 @@ class MixingLoader:
         rows = rows[~store.holes(rows)]
         return replace(planned, rows=rows, width=int(store.samples.lengths[rows[-1]])) if rows.size else None
 
-    def _batches(self, prefetch: Prefetch, planned: PlannedStep, first: int) -> Iterator[MixedBatch]:
-        for number in range(first, first + len(planned.microbatches)):
+    def _shares(self, prefetch: Prefetch, planned: PlannedStep, first: int) -> list[Iterator[MixedBatch]]:
+        """Each drafter's batches, numbered from `first`. Once all are read to their ends, the step is consumed."""
+        unread, lock = self._drafters, threading.Lock()
+
+        def read_one() -> None:
+            nonlocal unread
+            with lock:
+                unread -= 1
+                if not unread:
+                    self._position = _after(planned)
+
+        numbers: list[list[int]] = [[] for _ in range(self._drafters)]
+        for number, drafter in enumerate(planned.drafters, first):
+            numbers[drafter].append(number)
+        return [self._batches(prefetch, share, read_one) for share in numbers]
+
+    def _batches(self, prefetch: Prefetch, numbers: Sequence[int], at_end: Callable[[], None]) -> Iterator[MixedBatch]:
+        for number in numbers:
             try:
                 batch = prefetch.take_batch(number)
             except BaseException:
@@ -293,7 +327,7 @@ class MixingLoader:
                 yield batch
             finally:
                 batch.release()
-        self._position = _after(planned)
+        at_end()
 
     def _check_window(self, plan: StepPlan, longest: int) -> None:
         """Refuse a window that the largest batch might not fit into: in hours it would be too late."""

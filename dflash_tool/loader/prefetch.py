@@ -43,13 +43,15 @@ class PlannedStep:
     """An optimizer step to be read.
 
     rows: int64 `[G]`, sample rows of the whole step in the order of the epoch; microbatches: those of this rank, in
-    plan order, with sample rows in `rows`; fingerprint: the plan's `samples_fingerprint`.
+    plan order, with sample rows in `rows`; drafters: which local drafter takes each; fingerprint: the plan's
+    `samples_fingerprint`.
     """
 
     epoch: int
     index: int
     rows: Int64s
     microbatches: tuple[Microbatch, ...]
+    drafters: tuple[int, ...]
     fingerprint: str
 
 

@@ -54,8 +54,8 @@ def _check_whole(store: HiddenStore, config: TrainConfig) -> None:
     committed, seed = int(store.committed.sum()), store.manifest.seed
     if not store.manifest.complete and not config.follow:
         raise StoreError(
-            f"the store {store.root} is unfinished ({committed:,} of {counted(store.manifest.samples, 'sample')}): run the "
-            "`dflash extract` that made it again to finish it, or train while that is running, with --follow"
+            f"the store {store.root} is unfinished ({committed:,} of {counted(store.manifest.samples, 'sample')}): run "
+            "the `dflash extract` that made it again to finish it, or train while that is running, with --follow"
         )
     if not store.manifest.complete and seed != config.seed:
         raise ConfigError(
@@ -65,13 +65,13 @@ def _check_whole(store: HiddenStore, config: TrainConfig) -> None:
     check_written(store)
     if store.manifest.complete and (lost := int((~store.committed & ~store.quarantined).sum())):
         raise StoreError(
-            f"the store {store.root} has lost {lost:,} of its {counted(len(store.samples), 'sample')}: run the `dflash extract` "
-            "that made it again; `dflash stats --verify` names what is missing"
+            f"the store {store.root} has lost {lost:,} of its {counted(len(store.samples), 'sample')}: run the "
+            "`dflash extract` that made it again; `dflash stats --verify` names what is missing"
         )
 
 
-def choose_layers(config: TrainConfig, store: JoinedStore) -> tuple[int, ...]:
-    """The aux layers: those asked for, or all that every store holds alike. ConfigError where a store lacks one."""
+def choose_layers(config: TrainConfig, store: JoinedStore, *, option: str) -> tuple[int, ...]:
+    """The aux layers: those that `option` gave, or all, if all stores hold the same. ConfigError if one is lacking."""
     first = store.stores[0]
     for other in store.stores[1:]:
         ours, theirs = first.manifest.layer_ids, other.manifest.layer_ids
@@ -84,7 +84,7 @@ def choose_layers(config: TrainConfig, store: JoinedStore) -> tuple[int, ...]:
     for each in store.stores:
         if lacking := sorted(set(layers) - set(each.manifest.layer_ids)):
             raise ConfigError(
-                f"--aux-layers {_text(layers)}: the store {each.root} lacks layer {_text(lacking)}; it holds "
+                f"{option} {_text(layers)}: the store {each.root} lacks layer {_text(lacking)}; it holds "
                 f"{_text(each.manifest.layer_ids)}"
             )
     return tuple(layers)

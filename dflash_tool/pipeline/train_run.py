@@ -11,20 +11,21 @@ import yaml
 from numpy.typing import NDArray
 
 from dflash_tool.drafter.config import DrafterConfig, drafter_config
+from dflash_tool.drafter.files import read_drafter_config
 from dflash_tool.drafter.head import TargetHead, load_head
 from dflash_tool.drafter.model import DFlashDraftModel
 from dflash_tool.errors import ConfigError, DataError, StoreError
 from dflash_tool.loader import MixingLoader, anchor_counts, epoch_plans, split_validation
+from dflash_tool.pipeline.drafters import adopt, agree, check_fits, drafter_devices, make_group
 from dflash_tool.pipeline.stores import choose_layers, open_stores
+from dflash_tool.ranks import Ranks
 from dflash_tool.schemas.train import MAY_CHANGE, TrainConfig
 from dflash_tool.store.files import disk_errors, replace_file
 from dflash_tool.store.follow import Follower
 from dflash_tool.store.joined import JoinedStore
 from dflash_tool.store.layout import HEAD
-from dflash_tool.target import resolve_device
 from dflash_tool.telemetry import TrainTelemetry
-from dflash_tool.trainer import Checkpoint, Checkpoints, DrafterTrainLoop, Validator
-from dflash_tool.trainer.budget import microbatch_budgets
+from dflash_tool.trainer import Checkpoint, Checkpoints, DrafterTrainLoop, GradientSum, Validator
 from dflash_tool.window import default_limit
 
 SETTINGS = "train.yaml"
@@ -32,16 +33,17 @@ SETTINGS = "train.yaml"
 
 @dataclass
 class TrainRun:
-    """Everything that a run needs, opened and checked."""
+    """Everything that a run needs, opened and checked. `head` and `model` are those of the first local drafter."""
 
     config: TrainConfig
+    ranks: Ranks
     store: JoinedStore
     settings: DrafterConfig
-    device: torch.device
     head: TargetHead
     model: DFlashDraftModel
     loader: MixingLoader
     loop: DrafterTrainLoop
+    all_reduce: GradientSum
     validator: Validator | None
     follower: Follower | None
     train_rows: NDArray[np.int64]
@@ -54,10 +56,21 @@ class TrainRun:
     first_validation: dict[str, Any] | None = None
     stop: list[BaseException] = field(default_factory=list)
 
+    @property
+    def leads(self) -> bool:
+        """Rank 0 writes, validates and speaks."""
+        return self.ranks.rank == 0
+
+    @property
+    def drafters(self) -> int:
+        """Of all ranks."""
+        return self.ranks.world * len(self.loop.group)
+
     def interrupt(self, error: BaseException) -> None:
-        """End after the step at hand, also while waiting for the next one. From any thread."""
+        """End after the step at hand, also while waiting for samples to be extracted. From any thread."""
         self.stop.append(error)
-        self.loader.end_early(error)
+        if self.follower is not None:
+            self.loader.end_early(error)
 
 
 def check_out(out: Path) -> None:
@@ -66,16 +79,28 @@ def check_out(out: Path) -> None:
         raise StoreError(f"--out: {out} holds something else; give a new folder, or that of a run to go on with")
 
 
-def open_run(config: TrainConfig, telemetry: TrainTelemetry) -> TrainRun:
+def open_run(config: TrainConfig, telemetry: TrainTelemetry, ranks: Ranks | None = None) -> TrainRun:
     """Open the store, choose what the config leaves open, and make everything that a run needs."""
+    ranks = ranks or Ranks()
     telemetry.stage("opening the store")
     store = open_stores(config)
-    layers = choose_layers(config, store)
-    device = resolve_device(config.drafter_device)
+    start = read_drafter_config(config.init_from) if config.init_from is not None else None
+    if start is not None:
+        config = adopt(config, start)
+    layers = choose_layers(config, store, option="--aux-layers" if start is None else "--init-from")
+    devices = drafter_devices(config)
     mask_token = _mask_token(config, store)
     telemetry.stage("loading the target's head")
-    head = load_head(store.root / HEAD, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    on_cuda = devices[0].type == "cuda"
+    heads = {
+        device: load_head(store.root / HEAD, device=device, dtype=torch.bfloat16 if on_cuda else torch.float32)
+        for device in dict.fromkeys(devices)
+    }
+    head = heads[devices[0]]
     settings, notes = _drafter_settings(config, layers, mask_token, head.vocab_size)
+    if start is not None:
+        check_fits(config, start, settings)
+        settings = start
     telemetry.stage("planning")
     train_rows, val_rows = split_validation(
         store.samples.ids,
@@ -87,7 +112,7 @@ def open_run(config: TrainConfig, telemetry: TrainTelemetry) -> TrainRun:
     growing = not all(each.manifest.complete for each in store.stores)
     follower = Follower(store) if growing else None
     anchors = anchor_counts(store.samples)
-    context_budget, block_budget = microbatch_budgets(config, settings, device)
+    context_budget, block_budget = agree(config, settings, devices, ranks)
     plan_of = epoch_plans(
         store.samples,
         train_rows,
@@ -104,16 +129,17 @@ def open_run(config: TrainConfig, telemetry: TrainTelemetry) -> TrainRun:
     total = math.ceil(len(train_rows) / config.batch_samples) * config.epochs
     total = min(total, config.max_steps or total)
     resolved = config.model_copy(update={"aux_layers": layers, "mask_token_id": mask_token, "weight": store.weights})
-    model = DFlashDraftModel(settings, seed=config.seed).to(device)
-    model.gradient_checkpointing = config.grad_checkpointing
+    group = make_group(resolved, settings, devices, [heads[device] for device in devices])
+    all_reduce = GradientSum(ranks, devices[0])
     validator = Validator(store, val_rows, head, layers=layers, gamma=config.gamma, batch_tokens=context_budget)
     return TrainRun(
         config=resolved,
+        ranks=ranks,
         store=store,
         settings=settings,
-        device=device,
         head=head,
-        model=model,
+        model=group.model,
+        all_reduce=all_reduce,
         loader=MixingLoader(
             store,
             train_rows,
@@ -123,20 +149,21 @@ def open_run(config: TrainConfig, telemetry: TrainTelemetry) -> TrainRun:
             window_bytes=int(config.inflight_gib * 2**30) if config.inflight_gib else default_limit(),
             threads=config.loader_threads,
             verify=config.verify_reads,
-            pin=device.type == "cuda",
+            pin=on_cuda,
+            rank=ranks.rank,
+            world=ranks.world,
+            drafters=len(group),
             follower=follower,
         ),
         loop=DrafterTrainLoop(
-            model,
-            head,
+            group,
             total_steps=total,
             lr=config.lr,
             warmup=config.warmup,
             weight_decay=config.weight_decay,
             clip=config.clip,
-            anchors=config.anchors,
-            gamma=config.gamma,
-            seed=config.seed,
+            ranks=ranks,
+            all_reduce=all_reduce,
         ),
         validator=validator if len(val_rows) else None,
         follower=follower,
@@ -190,13 +217,14 @@ def _mask_token(config: TrainConfig, store: JoinedStore) -> int:
 
 
 def resume(run: TrainRun) -> Checkpoint | None:
-    """Go on from the newest checkpoint, or begin: write the settings. ConfigError where the config differs."""
+    """Go on from the newest checkpoint, or begin; rank 0 writes the settings. ConfigError where they differ."""
     path = run.config.out / SETTINGS
     now = run.config.model_dump(mode="json")
     if path.exists():
         _check_same(yaml.safe_load(path.read_text(encoding="utf-8")), now, path)
-    with disk_errors(path, "write"):
-        replace_file(path, yaml.safe_dump(now, sort_keys=False, allow_unicode=True).encode())
+    if run.leads:
+        with disk_errors(path, "write"):
+            replace_file(path, yaml.safe_dump(now, sort_keys=False, allow_unicode=True).encode())
     checkpoint = run.checkpoints.newest()
     if checkpoint is None:
         return None
@@ -206,15 +234,17 @@ def resume(run: TrainRun) -> Checkpoint | None:
             f"--store: the checkpoint {checkpoint.folder} is of other stores, of others' order, or of one made anew"
         )
     checkpoint.load(run.model, run.loop.optimizer)
+    run.loop.group.copy_weights()
     run.loader.load_state_dict(state.loader)
     run.loop.steps_done = state.step
     if state.best_walk_tau is not None and state.best_step is not None:
         run.best = (state.best_walk_tau, state.best_step)
     run.newest_validation = state.validation
-    if state.threads != torch.get_num_threads():
+    made_with, now_with = (state.threads, state.drafters), (torch.get_num_threads(), run.drafters)
+    if made_with != now_with:
         run.notes.append(
-            f"the checkpoint was made with {state.threads} torch threads, this run has {torch.get_num_threads()}: "
-            "losses agree to rounding, not to the bit"
+            f"the checkpoint was made with {made_with[0]} torch threads and {made_with[1]} drafters, this run has "
+            f"{now_with[0]} and {now_with[1]}: losses agree to rounding, not to the bit"
         )
     return checkpoint
 
@@ -222,9 +252,10 @@ def resume(run: TrainRun) -> Checkpoint | None:
 def _check_same(before: Any, now: dict[str, Any], path: Path) -> None:
     if not isinstance(before, dict):
         raise StoreError(f"{path} is damaged; restore it, or choose another --out")
-    changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+    before = {name: field.default for name, field in TrainConfig.model_fields.items()} | before
+    changed = [name for name in now if name not in MAY_CHANGE and before[name] != now[name]]
     if changed:
-        lines = [f"  --{name.replace('_', '-')}: the run has {before.get(name)}, now {now[name]}" for name in changed]
+        lines = [f"  --{name.replace('_', '-')}: the run has {before[name]}, now {now[name]}" for name in changed]
         raise ConfigError(
             f"{path.parent} is a run with other settings:\n"
             + "\n".join(lines)

@@ -1,11 +1,12 @@
-"""`train` from end to end: store -> mixing loader -> drafter, with validation, metrics and checkpoints.
+"""`train` from end to end: store -> mixing loader -> drafters, with validation, metrics and checkpoints.
 
-The loop reads as three lines: step; log; now and then validate and save. What comes before it is in `train_run`.
+The loop reads as three lines: step; log; now and then validate and save. What comes before it is in `train_run`, the
+rows of metrics.jsonl are in `train_log`. Under torchrun every rank runs this; rank 0 alone writes and validates.
 """
 
 import shutil
-import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,13 +16,18 @@ import torch
 
 from dflash_tool.errors import Interrupted, StoreError
 from dflash_tool.loader import LoadedStep
+from dflash_tool.pipeline.train_log import TrainLog
 from dflash_tool.pipeline.train_run import SETTINGS, TrainRun, check_out, open_run, resume
+from dflash_tool.ranks import Ranks
 from dflash_tool.schemas.train import TrainConfig, TrainState
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.files import make_folder
 from dflash_tool.store.lock import RunLock
 from dflash_tool.telemetry import TrainTelemetry
-from dflash_tool.trainer import Checkpoint, MetricsLog, StepResult, Validation
+from dflash_tool.trainer import MetricsLog, StepResult, Validation
+from dflash_tool.trainer.board import board, check_board
+from dflash_tool.trainer.metrics import Write
+from dflash_tool.trainer.timing import bottleneck
 from dflash_tool.trainer.validate import bigram_yield
 from dflash_tool.wording import counted
 
@@ -30,18 +36,27 @@ _PACKAGES = ("dflash-tool", "torch", "transformers", "numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """A finished run. taus are walk taus of the held-out answers; `steps` counts what this call took."""
+    """A finished run. taus are walk taus of the held-out answers; `steps` counts what this call took.
+
+    waited: seconds for data, the mean over drafters; spent: seconds by part of the step, the same; bottleneck: what
+    held the run up, in words.
+    """
 
     run: Path
     steps: int
     total_steps: int
     drafter: Path
+    drafters: int
+    ranks: int
     first: dict[str, Any] | None
     last: dict[str, Any] | None
     best_walk_tau: float | None
     bigram_tau: float | None
     seconds: float
     waited: float
+    spent: dict[str, float]
+    bottleneck: str
+    memory_bytes: int
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -52,45 +67,68 @@ class TrainResult:
 def train(config: TrainConfig, telemetry: TrainTelemetry | None = None) -> TrainResult:
     """Train a drafter, or go on with the run `config.out`. Raises a `DflashError` for all that a user can mend."""
     telemetry = telemetry or TrainTelemetry()
-    check_out(config.out)
-    run = open_run(config, telemetry)
-    with StopSignals() as stop:
+    ranks = Ranks.join()
+    with StopSignals() as stop, ranks.alive():
+        if config.tensorboard:
+            check_board()
+        if ranks.rank > 0:
+            return _run(open_run(config, telemetry, ranks), stop)
+        check_out(config.out)
+        run = open_run(config, telemetry, ranks)
         made = make_folder(config.out)
-        with RunLock(config.out), run.loader:
+        with RunLock(config.out):
             try:
-                resumed = resume(run)
-                kept = resumed.state.step if resumed else -1
-                with stop.forward_to(run.interrupt), MetricsLog(config.out, after_step=kept) as metrics:
-                    return _train(run, resumed, metrics)
+                return _run(run, stop)
             except BaseException:
                 if made and not (config.out / SETTINGS).exists():  # refused before it began: leave no trace
                     shutil.rmtree(config.out, ignore_errors=True)
                 raise
 
 
-def _train(run: TrainRun, resumed: Checkpoint | None, metrics: MetricsLog) -> TrainResult:
+def _run(run: TrainRun, stop: StopSignals) -> TrainResult:
+    """Resume or begin, then train; whatever happens, threads and connections end."""
+    resumed = run.ranks.first(lambda: resume(run))
+    if not run.leads:
+        resumed = resume(run)
+    kept = resumed.state.step if resumed else -1
+    with ExitStack() as stack:
+        stack.enter_context(stop.forward_to(run.interrupt))  # outlives the rest: no signal disturbs its end
+        stack.enter_context(run.loader)
+        stack.enter_context(run.loop.group)
+        stack.callback(run.all_reduce.close)
+        writers: list[Write] = []
+        if run.leads:
+            writers.append(stack.enter_context(MetricsLog(run.config.out, after_step=kept)).write)
+            if run.config.tensorboard:
+                writers.append(stack.enter_context(board(run.config.out, after_step=kept)))
+        return _train(run, TrainLog(run, writers))
+
+
+def _train(run: TrainRun, log: TrainLog) -> TrainResult:
     config, loop, telemetry = run.config, run.loop, run.telemetry
     begun_at = loop.steps_done
-    if resumed is None:
-        run.first_validation = _validate(run, metrics)
+    if not begun_at:
+        run.first_validation = _validate(run, log)
     telemetry.start(step=begun_at, total_steps=loop.total_steps)
-    log = _Log(run, metrics)
-    for step in _steps_left(run):
-        result = loop.step(step, epoch=step.epoch, rows=step.rows)
+    for step in _steps_left(run, log):
+        result = loop.step(step, stop=run.stop)
         log.step(step, result)
         done = loop.steps_done
         last = done == loop.total_steps
         if last or done % config.val_every == 0:
-            run.newest_validation = _validate(run, metrics) or run.newest_validation
-        if last or done % config.save_every == 0 or run.stop:
-            _save(run)
-        if run.stop:
-            raise _interrupted(run)
+            run.newest_validation = _validate(run, log) or run.newest_validation
+        stopped = _asked_to_stop(run, result)
+        if last or done % config.save_every == 0 or stopped:
+            _save(run, log)
+        if stopped:
+            run.ranks.everyone("stop", None, stop=run.stop)  # nobody leaves before rank 0 has saved
+            raise _interrupted(run, stopped)
+    run.ranks.everyone("end", None, stop=run.stop)
     telemetry.stop()
-    return _result(run, begun_at)
+    return _result(run, log, begun_at)
 
 
-def _steps_left(run: TrainRun) -> Iterator[LoadedStep]:
+def _steps_left(run: TrainRun, log: TrainLog) -> Iterator[LoadedStep]:
     loop = run.loop
     if loop.steps_done >= loop.total_steps:
         return
@@ -102,91 +140,45 @@ def _steps_left(run: TrainRun) -> Iterator[LoadedStep]:
             if loop.steps_done >= loop.total_steps:
                 return
     except (Interrupted, StoreError) as error:  # between two steps
-        run.stop.append(error)
         if loop.steps_done:
-            _save(run)
-        raise _interrupted(run) from None
+            _save(run, log)
+        if isinstance(error, Interrupted):
+            raise _interrupted(run, error) from None
+        raise
 
 
-class _Log:
-    """Rows of metrics.jsonl: every `log_every` steps, with the seconds spent and waited since the last row."""
-
-    def __init__(self, run: TrainRun, metrics: MetricsLog) -> None:
-        self._run, self._metrics = run, metrics
-        self._spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        self._tokens = self._blocks = self._steps = 0
-        self._since = time.perf_counter()
-        self._waited = run.loader.counters().waited
-
-    def step(self, step: LoadedStep, result: StepResult) -> None:
-        """Take note of a step; writes a row when it is time."""
-        loop, telemetry = self._run.loop, self._run.telemetry
-        for name, seconds in result.seconds.items():
-            self._spent[name] += seconds
-        self._tokens += result.context_tokens
-        self._blocks += result.blocks
-        self._steps += 1
-        telemetry.update(step=loop.steps_done, lr=result.lr, buckets=result.buckets)
-        if loop.steps_done % self._run.config.log_every and loop.steps_done != loop.total_steps:
-            return
-        loop.check()
-        waited, now = self._run.loader.counters().waited, time.perf_counter()
-        loss, norm = float(result.loss), float(result.grad_norm)
-        self._metrics.write(
-            {
-                "kind": "train",
-                "step": loop.steps_done,
-                "epoch": step.epoch,
-                "loss": loss,
-                "lr": result.lr,
-                "grad_norm": norm,
-                "samples": result.samples,
-                "blocks": result.blocks,
-                "tokens_per_second": self._tokens / (now - self._since),
-                "blocks_per_second": self._blocks / (now - self._since),
-                "steps": self._steps,
-                "seconds": now - self._since,
-                "data_wait_seconds": waited - self._waited,
-                **{f"{name}_seconds": seconds for name, seconds in self._spent.items()},
-                "memory_bytes": _memory(self._run.device),
-                "buckets": {str(bucket): count for bucket, count in sorted(result.buckets.items())},
-            }
-        )
-        telemetry.update(
-            loss=loss,
-            grad_norm=norm,
-            tokens=int(self._tokens / (now - self._since)),
-            blocks=int(self._blocks / (now - self._since)),
-            waited=waited,
-            spent=dict(self._spent),
-        )
-        self._spent = dict.fromkeys(self._spent, 0.0)
-        self._tokens = self._blocks = self._steps = 0
-        self._since, self._waited = now, waited
+def _asked_to_stop(run: TrainRun, result: StepResult) -> Interrupted | None:
+    """The same answer on every rank. A single one needn't wait for the next step to hear of its own signal."""
+    if run.ranks.world > 1:
+        return result.stop
+    return next((error for error in run.stop if isinstance(error, Interrupted)), None)
 
 
-def _validate(run: TrainRun, metrics: MetricsLog) -> dict[str, Any] | None:
-    if run.validator is None:
+def _validate(run: TrainRun, log: TrainLog) -> dict[str, Any] | None:
+    if run.validator is None or not run.leads:
         return None
     if run.follower is not None and not run.follower.here(run.val_rows):
         if run.loop.steps_done == 0:
             run.notes.append("validation began once all held-out samples were extracted, not at step 0")
         return None
     run.telemetry.stage("validating")
-    found: Validation = run.validator.run(run.model)
+    with log.charge("validation"):
+        found: Validation = run.validator.run(run.model)
     row = {"step": run.loop.steps_done, **found.as_row()}
-    metrics.write(row)
+    log.write(row)
     run.telemetry.tau(run.loop.steps_done, found.walk_tau)
     run.telemetry.stage("training")
     if run.loop.steps_done and (run.best is None or found.walk_tau > run.best[0]):
         run.best = (found.walk_tau, run.loop.steps_done)
-        _save(run)
+        _save(run, log)
     return row
 
 
-def _save(run: TrainRun) -> None:
+def _save(run: TrainRun, log: TrainLog) -> None:
     """Write a checkpoint; a disk that refuses is said, and the run goes on."""
     run.loop.check()
+    if not run.leads:
+        return
     best_tau, best_step = run.best or (None, None)
     state = TrainState(
         step=run.loop.steps_done,
@@ -198,26 +190,31 @@ def _save(run: TrainRun) -> None:
         best_step=best_step,
         validation=run.newest_validation,
         threads=torch.get_num_threads(),
+        drafters=run.drafters,
         versions={name: version(name) for name in _PACKAGES},
     )
     try:
-        run.checkpoints.save(run.model, run.loop.optimizer, state)
+        with log.charge("saving"):
+            run.checkpoints.save(run.model, run.loop.optimizer, state)
     except StoreError as error:
         run.notes.append(f"the checkpoint of step {state.step} could not be saved: {error}")
 
 
-def _interrupted(run: TrainRun) -> BaseException:
-    error = run.stop[0]
-    if not isinstance(error, Interrupted):
-        return error
-    text = f"{error} The run stands at step {run.loop.steps_done:,} of {run.loop.total_steps:,}; "
-    return Interrupted(f"{text}run the same command to go on.", error.exit_code - 128)
+def _interrupted(run: TrainRun, error: Interrupted) -> Interrupted:
+    if not run.leads:
+        text = f"rank {run.ranks.rank} stops with the others."
+    else:
+        text = (
+            f"{error} The run stands at step {run.loop.steps_done:,} of {run.loop.total_steps:,}; run the same command "
+            "to go on."
+        )
+    return Interrupted(text, error.exit_code - 128)
 
 
-def _result(run: TrainRun, begun_at: int) -> TrainResult:
+def _result(run: TrainRun, log: TrainLog, begun_at: int) -> TrainResult:
     seen = run.telemetry.snapshot()
     bigram = None
-    if len(run.val_rows):
+    if len(run.val_rows) and run.leads:
         bigram = bigram_yield(
             run.store.samples,
             run.train_rows,
@@ -225,30 +222,26 @@ def _result(run: TrainRun, begun_at: int) -> TrainResult:
             block_size=run.settings.block_size,
             vocab_size=run.settings.vocab_size,
         ).tau
-    if run.loop.halvings:
+    if run.loop.group.halvings:
         run.notes.append(
-            f"a microbatch did not fit the memory and was cut in two, {counted(run.loop.halvings, 'time')}: lower "
-            "--microbatch-tokens"
+            "a microbatch did not fit the memory and was cut in two, "
+            f"{counted(run.loop.group.halvings, 'time')}: lower --microbatch-tokens"
         )
     return TrainResult(
         run=run.config.out,
         steps=run.loop.steps_done - begun_at,
         total_steps=run.loop.total_steps,
         drafter=run.checkpoints.folder / ("best" if run.best else "last"),
+        drafters=run.drafters,
+        ranks=run.ranks.world,
         first=run.first_validation,
         last=run.newest_validation,
         best_walk_tau=run.best[0] if run.best else None,
         bigram_tau=bigram,
         seconds=seen.seconds,
-        waited=run.loader.counters().waited,
-        notes=tuple(run.notes),
+        waited=log.spent.get("data", 0.0),
+        spent=log.spent,
+        bottleneck=bottleneck(log.spent),
+        memory_bytes=log.memory,
+        notes=(*run.notes, *log.notes()),
     )
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes: the most that was allocated on a CUDA device, or this process's peak of resident memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    import resource  # noqa: PLC0415 - not everywhere
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

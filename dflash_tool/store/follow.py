@@ -29,9 +29,9 @@ class WriterGone(StoreError):  # noqa: N818 - says what happened
     """A store is unfinished and no run is writing it."""
 
     def __init__(self, store: HiddenStore) -> None:
-        committed = int((store.located >= 0).sum())
+        committed, samples = int((store.located >= 0).sum()), counted(len(store.samples), "sample")
         super().__init__(
-            f"the store {store.root} is unfinished ({committed:,} of {counted(len(store.samples), 'sample')}) and no run is "
+            f"the store {store.root} is unfinished ({committed:,} of {samples}) and no run is "
             f"writing it: go on with `dflash extract --config {store.root / CONFIG}`, then, or beside it, run this "
             "training again: it goes on where it stands"
         )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dflash_tool.buckets import assign_buckets, choose_edges, count_copies, number_copies
 from dflash_tool.schemas.config import LayerId
+from dflash_tool.schemas.manifest import Manifest
 from dflash_tool.store.manifest import settings_fingerprint
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.samples import Samples
@@ -85,11 +86,7 @@ class JoinedStore:
     @property
     def fingerprint(self) -> str:
         """Of all stores' settings and weights (hex); of a store of weight 1 alone, of its settings."""
-        settings = [settings_fingerprint(store.manifest) for store in self.stores]
-        if self.weights == (1.0,):
-            return settings[0]
-        named = " ".join(f"{each}*{float(weight)}" for each, weight in zip(settings, self.weights, strict=True))
-        return xxhash.xxh3_128_hexdigest(named.encode())
+        return joint_fingerprint([store.manifest for store in self.stores], self.weights)
 
     def refresh(self) -> None:
         """Look for newly committed shards of the stores that still grow. One thread at a time."""
@@ -123,6 +120,15 @@ class JoinedStore:
         for at, store in enumerate(self.stores):
             answers[store_of == at] = ask(store, own[store_of == at])
         return answers
+
+
+def joint_fingerprint(manifests: Sequence[Manifest], weights: Sequence[float]) -> str:
+    """What `JoinedStore.fingerprint` is of stores with these manifests and weights."""
+    settings = [settings_fingerprint(manifest) for manifest in manifests]
+    if tuple(weights) == (1.0,):
+        return settings[0]
+    named = " ".join(f"{each}*{float(weight)}" for each, weight in zip(settings, weights, strict=True))
+    return xxhash.xxh3_128_hexdigest(named.encode())
 
 
 AnySamples: TypeAlias = Samples | JoinedSamples

@@ -9,8 +9,8 @@ On one machine, newcomers are kept apart by `flock` on the store's folder. Acros
 exclusive, and a take-over moves the old file aside and looks at what it got; should two still cross there,
 the loser's next heartbeat finds another name in the file, and `check` raises.
 
-Readers take no lock: `run_at_work` and, for those that wait, `WriterWatch` tell them whether what they find unfinished is
-still in the making.
+Readers take no lock: `run_at_work` and, for those that wait, `WriterWatch` tell them whether what they find
+unfinished is still in the making.
 """
 
 import fcntl

@@ -15,7 +15,7 @@ from dflash_tool.wording import counted, verb
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, option: str = "--target-device") -> torch.device:
     """`auto` is this rank's CUDA device, otherwise the CPU. ConfigError for what torch doesn't have here."""
     if name == "auto":
         own = int(os.environ.get("LOCAL_RANK", "0"))
@@ -24,9 +24,9 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--target-device: {name!r} is not a device here: {error}") from error
+        raise ConfigError(f"{option}: {name!r} is not a device here: {error}") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--target-device: {name!r} is not supported; allowed are cpu and cuda")
+        raise ConfigError(f"{option}: {name!r} is not supported; allowed are cpu and cuda")
     return device
 
 
@@ -66,6 +66,17 @@ def load_weights(target: TargetFolder, trust_remote_code: bool) -> Any:
             "would be random; is the download complete, and this the model's own config.json?"
         )
     return model.eval()
+
+
+def load_whole(target: TargetFolder, device: torch.device, dtype: torch.dtype) -> Any:
+    """The whole model, head and all, on a device: to generate with. TargetError if it can't be loaded there."""
+    model = load_weights(target, trust_remote_code=False)
+    cast(model, dtype)
+    try:
+        return model.to(device).requires_grad_(False)
+    except torch.OutOfMemoryError as error:
+        size = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
+        raise TargetError(f"{target.path}: this target takes {size:.1f} GiB, more than is free on {device}") from error
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -46,7 +46,8 @@ class Checkpoint:
                 state: dict[str, Tensor] = {
                     moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS
                 }
-                optimizer.state[parameter] = {"step": torch.tensor(float(self.state.step)), **state}
+                step = torch.tensor(float(self.state.step), device=parameter.device)  # as the fused optimizer wants it
+                optimizer.state[parameter] = {"step": step, **state}
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise StoreError(
                 f"the checkpoint {self.folder} can't be read: {error}; remove it to go on from the one before it"
@@ -65,7 +66,7 @@ class Checkpoints:
         for leftover in self.folder.glob(f"{TEMP_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         found = self._all()
-        return _read(found[-1]) if found else None
+        return read_checkpoint(found[-1]) if found else None
 
     def save(self, model: DFlashDraftModel, optimizer: torch.optim.Optimizer, state: TrainState) -> Checkpoint:
         """Write a checkpoint and move the links. StoreError if the disk refuses: what was there stays good."""
@@ -114,7 +115,8 @@ class Checkpoints:
         return sorted(folder for folder in self.folder.glob("step-*") if (folder / "state.json").is_file())
 
 
-def _read(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder, its tensors not looked at. StoreError if its `state.json` is missing or damaged."""
     path = folder / "state.json"
     try:
         return Checkpoint(folder, TrainState.model_validate_json(path.read_bytes()))

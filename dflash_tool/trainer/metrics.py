@@ -4,6 +4,7 @@ A run that goes on from a checkpoint first drops the rows of steps that it will 
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from dflash_tool.store.files import disk_errors, replace_file
 
 NAME = "metrics.jsonl"
+Write = Callable[[dict[str, Any]], None]
 
 
 class MetricsLog:

@@ -54,19 +54,11 @@ def _first_gradient(config: TrainConfig) -> tuple[list[torch.Tensor], int]:
     run = train_run.open_run(config, TrainTelemetry())
     run.model.double()
     run.head.double()
-    kept: list[torch.Tensor] = []
-
-    def keep(sums: list[torch.Tensor], weight: float, *_rest: object) -> torch.Tensor:
-        kept.extend(gradient / weight for gradient in sums)
-        return torch.zeros(())
-
-    run.loop._apply = keep
-    with run.loader:
+    with run.loader, run.loop.group:
         steps = iter(run.loader)
         step = next(steps)
-        count = len(step)
-        run.loop.step(step, epoch=step.epoch, rows=step.rows)
-    return kept, count
+        run.loop.step(step)
+        return [gradient.clone() for gradient in run.loop.group.sums.gradients], len(step)
 
 
 def test_a_step_s_gradient_does_not_depend_on_its_microbatches(store: Path, tmp_path: Path) -> None:
@@ -82,18 +74,18 @@ def test_a_step_s_gradient_does_not_depend_on_its_microbatches(store: Path, tmp_
 def test_a_microbatch_that_does_not_fit_is_halved_to_the_same_gradient(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dflash_tool.trainer import DrafterTrainLoop
+    from dflash_tool.trainer import Replica
 
     whole, _ = _first_gradient(_config(store, tmp_path))
-    numerator = DrafterTrainLoop._numerator
+    forward = Replica._forward
 
-    def limited(self: DrafterTrainLoop, batch: object, blocks: object) -> torch.Tensor:
-        result = numerator(self, batch, blocks)  # type: ignore[arg-type]
+    def limited(self: Replica, batch: object, blocks: object) -> object:
+        result = forward(self, batch, blocks)  # type: ignore[arg-type]
         if len(blocks) > 5:  # type: ignore[arg-type]
             raise torch.OutOfMemoryError("CUDA out of memory")
         return result
 
-    monkeypatch.setattr(DrafterTrainLoop, "_numerator", limited)
+    monkeypatch.setattr(Replica, "_forward", limited)
     halved, _ = _first_gradient(_config(store, tmp_path))
     for one, other in zip(whole, halved, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
@@ -214,12 +206,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     """The last good checkpoint stays; step and samples are named."""
     from dflash_tool.trainer import DrafterTrainLoop
 
-    numerator = DrafterTrainLoop._numerator
-    monkeypatch.setattr(
-        DrafterTrainLoop,
-        "_numerator",
-        lambda self, *args: numerator(self, *args) * (float("nan") if self.steps_done == 4 else 1.0),
-    )
+    apply, done = DrafterTrainLoop._apply, iter(range(99))
+
+    def broken(self: DrafterTrainLoop, sums: object, *rest: object) -> object:
+        if next(done) == 4:
+            sums.gradients[0][0] = float("nan")  # type: ignore[attr-defined]
+        return apply(self, sums, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DrafterTrainLoop, "_apply", broken)
     out = tmp_path / "run"
     stopped = dflash(*_words(store, out))
     assert stopped.code == 1
@@ -269,7 +263,7 @@ def test_overfits_a_few_samples(store: Path, tmp_path: Path) -> None:
         run.store, rows, plan, layers=(1, 3), epochs=400, window_bytes=1 << 28, threads=1, verify="first"
     ) as loader:
         for step in loader:
-            run.loop.step(step, epoch=step.epoch, rows=step.rows)
+            run.loop.step(step)
     found = Validator(run.store, rows, run.head, layers=(1, 3), gamma=None, batch_tokens=4096).run(run.model)
     every = found.counted.sum() + sum(anchor.forwards for anchor, _ in found.by_bucket.values())
     possible = every / sum(anchor.forwards for anchor, _ in found.by_bucket.values())

@@ -1,4 +1,4 @@
-"""The decay loss against a case by hand and plain cross-entropy, with gradients, chunks, biases and autocast."""
+"""The losses against cases by hand and plain cross-entropy, with gradients, chunks, biases and autocast."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from dflash_tool.drafter.anchors import Blocks, decay_weights, every_anchor, make_blocks
 from dflash_tool.drafter.head import TargetHead
-from dflash_tool.drafter.loss import decay_loss
+from dflash_tool.drafter.loss import decay_loss, dpace_loss
 
 
 def blocks_of(labels: list[list[int]], counted: list[list[int]]) -> Blocks:
@@ -99,3 +99,45 @@ def test_a_bf16_head_under_autocast_accumulates_in_fp32() -> None:
     torch.testing.assert_close(got.numerator, expected.numerator, rtol=5e-3, atol=0)
     gradients = [torch.autograd.grad(loss.numerator, rows)[0] for loss in (got, expected)]
     torch.testing.assert_close(*gradients, rtol=3e-2, atol=3e-2)
+
+
+def test_dpace_by_hand() -> None:
+    # p(1) of slots: 3/4, 1/2, 9/10; q~ = 1/2 + p/2: 7/8, 3/4, 19/20; prefix products 7/8, 21/32, 399/640.
+    head = TargetHead(torch.zeros(2, 1, dtype=torch.float64), torch.tensor([[0.0], [math.log(3)]]).double())
+    hidden = torch.tensor([[[9.0], [1.0], [0.0], [2.0]]] * 2, dtype=torch.float64, requires_grad=True)
+    loss = dpace_loss(hidden, blocks_of([[1, 1, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 0]]), head)
+    of_slot = [-math.log(3 / 4), -math.log(1 / 2), -math.log(9 / 10)]
+    whole = [7 / 8 + 21 / 32 + 399 / 640, 21 / 32 + 399 / 640, 399 / 640]
+    short = [7 / 8 + 21 / 32, 21 / 32]
+    expected = sum(w * x for w, x in zip(whole, of_slot, strict=True)) + sum(
+        w * x for w, x in zip(short, of_slot[:2], strict=True)
+    )
+    assert loss.numerator.item() == pytest.approx(expected, rel=1e-6)
+    assert loss.denominator == 2
+    (gradient,) = torch.autograd.grad(loss.numerator, hidden)
+    by_slot = [w * (p - 1) * math.log(3) for w, p in zip(whole, (3 / 4, 1 / 2, 9 / 10), strict=True)]
+    assert gradient[0].flatten().tolist() == pytest.approx([0.0, *by_slot], rel=1e-6)
+    assert gradient[1, 3].item() == 0
+
+
+def test_dpace_gives_a_sample_its_share_by_anchors() -> None:
+    """A sample with 10 anchors pulls 10 times as much as one with 1, and its pull depends on how good it is.
+
+    By hand, for blocks of one draft: d loss / d hidden = (1/2 + p/2) (p - 1) ln 3 / (number of blocks).
+    """
+    head = TargetHead(torch.zeros(2, 1, dtype=torch.float64), torch.tensor([[0.0], [math.log(3)]]).double())
+    hidden = torch.tensor([[[0.0], [0.0]]] + [[[0.0], [1.0]]] * 10, dtype=torch.float64, requires_grad=True)
+    loss = dpace_loss(hidden, blocks_of([[1]] * 11, [[1]] * 11), head)
+    (gradient,) = torch.autograd.grad(loss.numerator / loss.denominator, hidden)
+    one, ten = gradient[0].sum().item(), gradient[1:].sum().item()
+    assert one == pytest.approx(3 / 4 * -1 / 2 * math.log(3) / 11, rel=1e-6)
+    assert ten == pytest.approx(10 * 7 / 8 * -1 / 4 * math.log(3) / 11, rel=1e-6)
+    assert ten / one == pytest.approx(10 * (7 / 32) / (3 / 8), rel=1e-6)
+
+
+def test_dpace_does_not_depend_on_chunks() -> None:
+    hidden, blocks, head = random_case(True)
+    whole, cut = (dpace_loss(hidden, blocks, head, chunk_bytes=size) for size in (None, 1))
+    torch.testing.assert_close(whole.numerator, cut.numerator, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(loss.numerator, hidden)[0] for loss in (whole, cut)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-14)
