@@ -176,6 +176,7 @@ def _start(name: str, run: Callable[[], object], abort: Callable[[BaseException]
 
 def _write(writer: ShardWriter, job: ExtractionPlan, bucket: int, states: HiddenStates) -> None:
     ids = [job.samples.sample_id(int(row)) for row in states.samples]
+    writer.quarantine(bucket, [job.samples.sample_id(int(row)) for row in states.quarantined])
     writer.append(bucket, ids, states.lengths.tolist(), states.states)
 
 
