@@ -249,6 +249,17 @@ def resume(run: TrainRun) -> Checkpoint | None:
     return checkpoint
 
 
+def check_together(ranks: Ranks, out: Path, stands: dict[str, Any]) -> None:
+    """Refuse ranks that would begin at different steps or of different plans (StoreError). stands: the loader's."""
+    for rank, other in enumerate(ranks.everyone("begin", stands)):
+        if other != stands:
+            what = "step" if other["samples_fingerprint"] == stands["samples_fingerprint"] else "plan of steps"
+            raise StoreError(
+                f"rank {rank} begins with another {what} than rank {ranks.rank}: every rank must see the same stores "
+                f"and the same folder {out}; share it between the machines"
+            )
+
+
 def _check_same(before: Any, now: dict[str, Any], path: Path) -> None:
     if not isinstance(before, dict):
         raise StoreError(f"{path} is damaged; restore it, or choose another --out")

@@ -17,7 +17,7 @@ import torch
 from dflash_tool.errors import Interrupted, StoreError
 from dflash_tool.loader import LoadedStep
 from dflash_tool.pipeline.train_log import TrainLog
-from dflash_tool.pipeline.train_run import SETTINGS, TrainRun, check_out, open_run, resume
+from dflash_tool.pipeline.train_run import SETTINGS, TrainRun, check_out, check_together, open_run, resume
 from dflash_tool.ranks import Ranks
 from dflash_tool.schemas.train import TrainConfig, TrainState
 from dflash_tool.signals import StopSignals
@@ -90,6 +90,7 @@ def _run(run: TrainRun, stop: StopSignals) -> TrainResult:
     resumed = run.ranks.first(lambda: resume(run))
     if not run.leads:
         resumed = resume(run)
+    check_together(run.ranks, run.config.out, run.loader.state_dict())
     kept = resumed.state.step if resumed else -1
     with ExitStack() as stack:
         stack.enter_context(stop.forward_to(run.interrupt))  # outlives the rest: no signal disturbs its end
