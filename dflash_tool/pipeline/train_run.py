@@ -33,7 +33,11 @@ SETTINGS = "train.yaml"
 
 @dataclass
 class TrainRun:
-    """Everything that a run needs, opened and checked. `head` and `model` are those of the first local drafter."""
+    """Everything that a run needs, opened and checked. `head` and `model` are those of the first local drafter.
+
+    best: walk tau and step of the best checkpoint on disk; saved_step: of the newest one, 0 without any; unsaved: why
+    there is no newer one, if the disk refused it.
+    """
 
     config: TrainConfig
     ranks: Ranks
@@ -52,6 +56,8 @@ class TrainRun:
     telemetry: TrainTelemetry
     notes: list[str]
     best: tuple[float, int] | None = None
+    saved_step: int = 0
+    unsaved: str | None = None
     newest_validation: dict[str, Any] | None = None
     first_validation: dict[str, Any] | None = None
     stop: list[BaseException] = field(default_factory=list)
@@ -236,7 +242,7 @@ def resume(run: TrainRun) -> Checkpoint | None:
     checkpoint.load(run.model, run.loop.optimizer)
     run.loop.group.copy_weights()
     run.loader.load_state_dict(state.loader)
-    run.loop.steps_done = state.step
+    run.loop.steps_done = run.saved_step = state.step
     if state.best_walk_tau is not None and state.best_step is not None:
         run.best = (state.best_walk_tau, state.best_step)
     run.newest_validation = state.validation
