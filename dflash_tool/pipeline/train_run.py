@@ -227,13 +227,17 @@ def resume(run: TrainRun) -> Checkpoint | None:
     path = run.config.out / SETTINGS
     now = run.config.model_dump(mode="json")
     if path.exists():
-        _check_same(yaml.safe_load(path.read_text(encoding="utf-8")), now, path)
+        _check_same(_read_settings(path), now, path)
+    checkpoint = run.checkpoints.newest()
+    if checkpoint is not None:
+        _go_on(run, checkpoint)
     if run.leads:
         with disk_errors(path, "write"):
             replace_file(path, yaml.safe_dump(now, sort_keys=False, allow_unicode=True).encode())
-    checkpoint = run.checkpoints.newest()
-    if checkpoint is None:
-        return None
+    return checkpoint
+
+
+def _go_on(run: TrainRun, checkpoint: Checkpoint) -> None:
     state = checkpoint.state
     if state.store_settings != run.store.fingerprint:
         raise ConfigError(
@@ -252,12 +256,19 @@ def resume(run: TrainRun) -> Checkpoint | None:
             f"the checkpoint was made with {made_with[0]} torch threads and {made_with[1]} drafters, this run has "
             f"{now_with[0]} and {now_with[1]}: losses agree to rounding, not to the bit"
         )
-    return checkpoint
 
 
-def _check_same(before: Any, now: dict[str, Any], path: Path) -> None:
-    if not isinstance(before, dict):
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        settings = None
+    if not isinstance(settings, dict):
         raise StoreError(f"{path} is damaged; restore it, or choose another --out")
+    return settings
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     before = {name: field.default for name, field in TrainConfig.model_fields.items()} | before
     changed = [name for name in now if name not in MAY_CHANGE and before[name] != now[name]]
     if changed:

@@ -122,9 +122,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         return Checkpoint(folder, TrainState.model_validate_json(path.read_bytes()))
     except (OSError, ValidationError) as error:
-        first_line = str(error).partition("\n")[0]
+        what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise StoreError(
-            f"{path} is damaged: {first_line}; remove {folder} to go on from the checkpoint before it"
+            f"{path} is damaged: {what}; remove {folder} to go on from the checkpoint before it"
         ) from error
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from dflash_tool import pipeline
 from dflash_tool.drafter.acceptance import Yield
 from dflash_tool.schemas.config import ExtractConfig
+from dflash_tool.store.manifest import read_manifest, write_manifest
 from dflash_tool.trainer import checkpoint, metrics, validate
 from dflash_tool.trainer.metrics import read_metrics
 
@@ -117,3 +119,29 @@ def test_metrics_that_the_disk_refuses_wait_for_room(
     rows = [(row["kind"], row["step"]) for row in read_metrics(tmp_path / "run")]
     assert rows == [("validation", 0), *((kind, step) for step in range(1, 9) for kind in ("train", "validation"))]
     assert sum("could not be written" in note for note in json.loads(done.out)["notes"]) == 1
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b"[1]"])
+def test_settings_that_are_damaged(store: Path, tmp_path: Path, dflash: Run, content: bytes) -> None:
+    (tmp_path / "train.yaml").write_bytes(content)
+    refused = dflash("train", "--store", store, "--out", tmp_path, *FLAGS)
+    assert refused.code == 1
+    assert f"{tmp_path / 'train.yaml'} is damaged; restore it" in " ".join(refused.err.split())
+    assert (tmp_path / "train.yaml").read_bytes() == content
+
+
+def test_a_refused_store_leaves_the_settings_alone(store: Path, tmp_path: Path, dflash: Run) -> None:
+    """The run's settings still name its own store, and a damaged state says what is wrong with it."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    once = [*FLAGS, "--max-steps", 1]
+    assert dflash("train", "--store", store, "--out", run, *once).code == 0
+    settings = (run / "train.yaml").read_bytes()
+    shutil.copytree(store, other)
+    manifest = read_manifest(other)
+    write_manifest(other, manifest.model_copy(update={"seed": 7}))
+    refused = dflash("train", "--store", other, "--out", run, *once)
+    assert refused.code != 0
+    assert "of other stores" in refused.err
+    assert (run / "train.yaml").read_bytes() == settings
+    (run / "checkpoints" / "last" / "state.json").write_text("{")
+    assert "EOF while parsing" in dflash("train", "--store", store, "--out", run, *once).err
