@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from dflash_tool.buckets.batches import BATCH_COST
 from dflash_tool.buckets.keys import hash_words
+from dflash_tool.buckets.level import level_steps
 from dflash_tool.buckets.order import epoch_order, merge_buckets
 from dflash_tool.errors import ConfigError
 
@@ -35,7 +36,7 @@ BLOCK_COST = 10
 """Compute of a block slot in context tokens: it goes through every matrix of every drafter layer and the
 head, a context token only through `fc`, K and V."""
 
-_FORMAT = 1  # part of the fingerprint: raise it when the same arguments give another plan
+_FORMAT = 2  # part of the fingerprint: raise it when the same arguments give another plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ class StepPlan:
         for name, column, least in (("lengths", lengths, 1), ("block tokens", block_tokens, 0)):
             if column.shape != (len(ids),) or (column.size and column.min() < least):
                 raise ValueError(f"{name}: got {list(column.shape)} for {len(ids)} ids, each must be >= {least}")
-        self.order = epoch_order(ids, buckets, seed=seed, epoch=epoch)
+        order = epoch_order(ids, buckets, seed=seed, epoch=epoch)
+        self.order = level_steps(order, lengths, buckets, batch_samples=batch_samples)
         self.seed, self.epoch = seed, epoch
         self.batch_samples = batch_samples
         self.context_budget, self.block_budget = context_budget, block_budget
@@ -172,6 +174,7 @@ class StepPlan:
         settings = f"{_FORMAT} {self.seed} {self.epoch} {self.batch_samples} {len(self._ids)}"
         digest = xxhash.xxh3_128(f"dflash steps {settings}".encode())
         digest.update(np.ascontiguousarray(self._ids, dtype="<u8").data)
+        digest.update(np.ascontiguousarray(self._lengths, dtype="<i8").data)
         digest.update(np.ascontiguousarray(self._buckets, dtype="<i8").data)
         return digest.hexdigest()
 
@@ -180,7 +183,6 @@ class StepPlan:
         """Hash all that decides the plan, the microbatches included (xxh3, 128 bits, hex)."""
         budgets = f"{self.context_budget} {self.block_budget} {BATCH_COST} {BLOCK_COST}"
         digest = xxhash.xxh3_128(f"dflash microbatches {self.samples_fingerprint} {budgets}".encode())
-        digest.update(np.ascontiguousarray(self._lengths, dtype="<i8").data)
         digest.update(np.ascontiguousarray(self._block_tokens, dtype="<i8").data)
         return digest.hexdigest()
 

@@ -79,7 +79,8 @@ def test_steps_hold_what_they_promise(batch_samples: int, context_budget: int) -
     assert len(plan) == -(-1000 // batch_samples)
     for index in {0, len(plan) // 2, len(plan) - 1}:
         rows = plan.samples(index)
-        assert rows.tolist() == order[index * batch_samples :][:batch_samples].tolist()
+        as_interleaved = order[index * batch_samples :][:batch_samples]
+        assert sorted(buckets[rows].tolist()) == sorted(buckets[as_interleaved].tolist())
         step = plan.step(index)
         assert step.index == index
         assert [batch.index_in_step for batch in step.microbatches] == list(range(len(step.microbatches)))
@@ -133,7 +134,7 @@ def test_the_fingerprints_see_every_argument() -> None:
         (True, {"epoch": 2}),
         (True, {"batch_samples": 65}),
         (True, {"buckets": plan._buckets // 2}),
-        (False, {"lengths": plan._lengths + 1}),
+        (True, {"lengths": plan._lengths + 1}),
         (False, {"block_tokens": plan._block_tokens + 1}),
         (False, {"context_budget": 2001}),
         (False, {"block_budget": 901}),
