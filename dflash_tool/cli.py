@@ -6,6 +6,7 @@ import typer
 
 from dflash_tool import __version__
 from dflash_tool.commands.extract import extract
+from dflash_tool.commands.live import live
 from dflash_tool.commands.stats import stats
 from dflash_tool.commands.train import train
 from dflash_tool.errors import DflashError, Interrupted
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(extract)
 app.command()(train)
+app.command()(live)
 app.command()(stats)
 
 

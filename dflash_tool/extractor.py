@@ -109,6 +109,8 @@ class TargetCounters:
     tokens: int = 0  # real ones
     computing: float = 0.0
     waiting: float = 0.0  # for a batch
+    batches: int = 0
+    at_work: tuple[int, float] | None = None  # padded tokens of the batch it is at, and since when
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +127,15 @@ class TargetForwardLoop:
         free_since = time.monotonic()
         for work in iter_queue(self.source):
             began = time.monotonic()
+            self.counters.at_work = work.payload.batch.padded_tokens, began
             states = self._states(work.payload)
             ended = time.monotonic()
+            self.counters.at_work = None
             self.out.put(Item(work.index, work.payload.batch.bucket, work.nbytes, states))
             self.counters.waiting += began - free_since
             self.counters.computing += ended - began
             self.counters.tokens += states.real_tokens
+            self.counters.batches += 1
             free_since = time.monotonic()
 
     def _states(self, work: TargetBatch) -> HiddenStates:

@@ -27,6 +27,7 @@ from dflash_tool.loader.batch import MixedBatch
 from dflash_tool.loader.prefetch import PlannedStep, Prefetch, batch_bytes
 from dflash_tool.loader.reader import SampleReader, VerifyReads
 from dflash_tool.loader.ring import ring_memory
+from dflash_tool.loader.source import BatchSource, SourceOf
 from dflash_tool.store.reader import HiddenStore
 
 Int64s = NDArray[np.int64]
@@ -87,6 +88,7 @@ class MixingLoader:
         pin: page-locked memory, for CUDA.
         rank, world: of the processes that train together, all with as many drafters.
         drafters: local ones; number d of this rank has `assign(step, world * drafters)[rank * drafters + d]`.
+        source_of: where batches come from, if not from the store, of which then only the samples are used.
 
     Raises:
         ConfigError: a layer that the store lacks; a window too small for the largest microbatch the budget allows;
@@ -110,6 +112,7 @@ class MixingLoader:
         rank: int = 0,
         world: int = 1,
         drafters: int = 1,
+        source_of: SourceOf | None = None,
     ) -> None:
         if len(rows) == 0:
             raise DataError(f"the store {store.root} has no sample to train on: extract more, or hold out less")
@@ -122,11 +125,12 @@ class MixingLoader:
         self._rows, self._plan_of, self._epochs = rows, plan_of, epochs
         self._window_bytes, self._threads, self._pin = window_bytes, threads, pin
         self._rank, self._world, self._drafters = rank, world, drafters
+        self._source_of = source_of
         self._ending = threading.Lock()
         plan = plan_of(0)
         self._check_window(plan, int(store.samples.lengths[rows].max()))
         self._position = (0, 0, plan.samples_fingerprint)  # epoch, steps of it that are consumed, plan
-        self._prefetch: Prefetch | None = None
+        self._prefetch: BatchSource | None = None
         self._memory: NDArray[np.uint8] | None = None  # made once: a second iteration uses it again
         self._error: BaseException | None = None
         self._ended = LoaderCounters(waited=0.0, bytes_read=0, samples_read=0, samples_checked=0, peak_bytes=0)
@@ -141,11 +145,8 @@ class MixingLoader:
         """
         self.close()
         epoch, done, _ = self._position
-        if self._memory is None:
-            self._memory = ring_memory(self._window_bytes, pin=self._pin)
-        prefetch = self._prefetch = Prefetch(
-            self._steps(epoch, done), self._reader, memory=self._memory, threads=self._threads
-        )
+        source_of = self._source_of or self._read_ahead
+        prefetch = self._prefetch = source_of(self._steps(epoch, done), self._reader.layers)
         batch_number = step_number = 0
         try:
             if self._error is not None:
@@ -222,7 +223,13 @@ class MixingLoader:
     ) -> None:
         self.close()
 
-    def _end(self, prefetch: Prefetch) -> None:
+    def _read_ahead(self, steps: Iterator[PlannedStep], _layers: tuple[int, ...]) -> Prefetch:
+        """The source of batches that a store is."""
+        if self._memory is None:
+            self._memory = ring_memory(self._window_bytes, pin=self._pin)
+        return Prefetch(steps, self._reader, memory=self._memory, threads=self._threads)
+
+    def _end(self, prefetch: BatchSource) -> None:
         prefetch.close()
         with self._ending:
             if self._prefetch is prefetch:
@@ -248,7 +255,7 @@ class MixingLoader:
                     fingerprint=plan.samples_fingerprint,
                 )
 
-    def _shares(self, prefetch: Prefetch, planned: PlannedStep, first: int) -> list[Iterator[MixedBatch]]:
+    def _shares(self, prefetch: BatchSource, planned: PlannedStep, first: int) -> list[Iterator[MixedBatch]]:
         """Each drafter's batches, numbered from `first`. Once all are read to their ends, the step is consumed."""
         unread, lock = self._drafters, threading.Lock()
 
@@ -264,7 +271,9 @@ class MixingLoader:
             numbers[drafter].append(number)
         return [self._batches(prefetch, share, read_one) for share in numbers]
 
-    def _batches(self, prefetch: Prefetch, numbers: Sequence[int], at_end: Callable[[], None]) -> Iterator[MixedBatch]:
+    def _batches(
+        self, prefetch: BatchSource, numbers: Sequence[int], at_end: Callable[[], None]
+    ) -> Iterator[MixedBatch]:
         for number in numbers:
             try:
                 batch = prefetch.take_batch(number)

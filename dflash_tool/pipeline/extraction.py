@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dflash_tool.lifecycle import (
     sum_up,
 )
 from dflash_tool.pipeline.extraction_run import Guards, run_extraction
-from dflash_tool.pipeline.targets import load_targets
+from dflash_tool.pipeline.targets import load_targets, target_notes
 from dflash_tool.planning import ExtractionPlan, make_plan, prepare_samples
 from dflash_tool.ranks import Ranks
 from dflash_tool.resolving import Resolved, resolve
@@ -30,7 +29,6 @@ from dflash_tool.store.layout import MANIFEST
 from dflash_tool.store.lock import RunLock
 from dflash_tool.store.manifest import check_same_settings, read_manifest
 from dflash_tool.store.recover import read_index
-from dflash_tool.target import TargetModel
 from dflash_tool.telemetry import ExtractTelemetry
 
 
@@ -119,7 +117,7 @@ def _extract(resolved: Resolved, ranks: Ranks, telemetry: ExtractTelemetry, guar
         ranks.barrier()  # from here on shards are committed: everybody has seen what was held
         summary, quarantined = run_extraction(store, targets, ranks, telemetry, guards)
         manifest, run = _finish(store.plan, store.earlier, ranks, summary, quarantined)
-        notes += _notes(targets)
+        notes += target_notes(targets)
     return ExtractResult(
         store=resolved.config.out,
         manifest=manifest,
@@ -129,14 +127,6 @@ def _extract(resolved: Resolved, ranks: Ranks, telemetry: ExtractTelemetry, guar
         removed=store.removed,
         notes=tuple(notes),
     )
-
-
-def _notes(targets: dict[str, TargetModel]) -> Iterator[str]:
-    for name, target in targets.items():
-        if target.halvings:
-            yield f"{name} ran out of memory and cut a batch in two {target.halvings} times: lower --batch-tokens"
-    if any(target.masked for target in targets.values()):
-        yield "this target's attention looks ahead: a drafter trained on its states would see what it is to predict"
 
 
 def _finish(

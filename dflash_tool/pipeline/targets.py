@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -51,6 +51,15 @@ def load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head:
                 fsync_path(root)
         write_checksums(root, *([root / HEAD] if temporary else []))
     return targets
+
+
+def target_notes(targets: dict[str, TargetModel]) -> Iterator[str]:
+    """What the user should know of how they ran."""
+    for name, target in targets.items():
+        if target.halvings:
+            yield f"{name} ran out of memory and cut a batch in two {target.halvings} times: lower --batch-tokens"
+    if any(target.masked for target in targets.values()):
+        yield "this target's attention looks ahead: a drafter trained on its states would see what it is to predict"
 
 
 def start_targets(

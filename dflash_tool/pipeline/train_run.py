@@ -1,6 +1,7 @@
 """A training run's parts, opened and checked: what is refused is refused here, before its folder is touched."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
+from dflash_tool.buckets import StepPlan
 from dflash_tool.drafter.config import DrafterConfig, drafter_config
 from dflash_tool.drafter.files import read_drafter_config
 from dflash_tool.drafter.head import TargetHead, load_head
 from dflash_tool.drafter.model import DFlashDraftModel
 from dflash_tool.errors import ConfigError, DataError, StoreError
-from dflash_tool.loader import MixingLoader, anchor_counts, epoch_plans, split_validation
+from dflash_tool.loader import MixingLoader, SourceOf, anchor_counts, epoch_plans, split_validation
 from dflash_tool.pipeline.drafters import adopt, agree, check_fits, drafter_devices, make_group
 from dflash_tool.ranks import Ranks
 from dflash_tool.schemas.train import MAY_CHANGE, TrainConfig
@@ -32,7 +34,10 @@ SETTINGS = "train.yaml"
 
 @dataclass
 class TrainRun:
-    """Everything that a run needs, opened and checked. `head` and `model` are those of the first local drafter."""
+    """Everything that a run needs, opened and checked. `head` and `model` are those of the first local drafter.
+
+    more: further fields of a training row of metrics.jsonl.
+    """
 
     config: TrainConfig
     ranks: Ranks
@@ -46,6 +51,7 @@ class TrainRun:
     validator: Validator | None
     train_rows: NDArray[np.int64]
     val_rows: NDArray[np.int64]
+    plan_of: Callable[[int], StepPlan]
     checkpoints: Checkpoints
     telemetry: TrainTelemetry
     notes: list[str]
@@ -53,6 +59,7 @@ class TrainRun:
     newest_validation: dict[str, Any] | None = None
     first_validation: dict[str, Any] | None = None
     stop: list[BaseException] = field(default_factory=list)
+    more: Callable[[], dict[str, Any]] = dict
 
     @property
     def leads(self) -> bool:
@@ -71,13 +78,22 @@ def check_out(out: Path) -> None:
         raise StoreError(f"--out: {out} holds something else; give a new folder, or that of a run to go on with")
 
 
-def open_run(config: TrainConfig, telemetry: TrainTelemetry, ranks: Ranks | None = None) -> TrainRun:
-    """Open the store, choose what the config leaves open, and make everything that a run needs."""
+def open_run(
+    config: TrainConfig,
+    telemetry: TrainTelemetry,
+    ranks: Ranks | None = None,
+    *,
+    source_of: SourceOf | None = None,
+) -> TrainRun:
+    """Open the store, choose what the config leaves open, and make everything that a run needs.
+
+    source_of: where batches come from, if not from the store, which then may be unfinished.
+    """
     ranks = ranks or Ranks()
     telemetry.stage("opening the store")
     store = HiddenStore.open(config.store)
     manifest = store.manifest
-    if not manifest.complete:
+    if source_of is None and not manifest.complete:
         raise StoreError(
             f"the store {config.store} is unfinished ({int(store.committed.sum()):,} of {manifest.samples:,} samples): "
             "run the `dflash extract` that made it again to finish it"
@@ -106,8 +122,9 @@ def open_run(config: TrainConfig, telemetry: TrainTelemetry, ranks: Ranks | None
         check_fits(config, start, settings)
         settings = start
     telemetry.stage("planning")
+    usable = store.committed if source_of is None else np.ones(len(store.samples), np.bool_)
     train_rows, val_rows = split_validation(
-        store.samples.ids, store.committed, seed=config.seed, fraction=config.val_fraction, at_most=config.val_samples
+        store.samples.ids, usable, seed=config.seed, fraction=config.val_fraction, at_most=config.val_samples
     )
     anchors = anchor_counts(store.samples)
     context_budget, block_budget = agree(config, settings, devices, ranks)
@@ -151,6 +168,7 @@ def open_run(config: TrainConfig, telemetry: TrainTelemetry, ranks: Ranks | None
             rank=ranks.rank,
             world=ranks.world,
             drafters=len(group),
+            source_of=source_of,
         ),
         loop=DrafterTrainLoop(
             group,
@@ -165,6 +183,7 @@ def open_run(config: TrainConfig, telemetry: TrainTelemetry, ranks: Ranks | None
         validator=validator if len(val_rows) else None,
         train_rows=train_rows,
         val_rows=val_rows,
+        plan_of=plan_of,
         checkpoints=Checkpoints(config.out, keep=config.keep),
         telemetry=telemetry,
         notes=list(notes),

@@ -96,7 +96,7 @@ class Validator:
         """Rows of like length; few enough tokens and anchors for one forward, or a single sample."""
         lengths, anchors = self._store.samples.lengths, 0
         batch: list[int] = []
-        for row in self._rows.tolist():
+        for row in self._rows[self._store.committed[self._rows]].tolist():  # in a live run some may be quarantined
             more = int(lengths[row])  # a bound of its anchors
             if batch and ((len(batch) + 1) * more > self._batch_tokens or anchors + more > _BLOCKS_A_FORWARD):
                 yield np.array(batch)
