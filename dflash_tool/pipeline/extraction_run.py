@@ -67,7 +67,7 @@ def run_extraction(
         out=batches,
     )
     loops = {name: TargetForwardLoop(target=target, source=batches, out=states) for name, target in targets.items()}
-    writer = _make_writer(job, ranks)
+    writer = make_writer(job, ranks)
     telemetry.start(
         samples=len(rows),
         tokens=int(lengths[rows].sum()),
@@ -130,7 +130,8 @@ def run_extraction(
     return summary, quarantined
 
 
-def _make_writer(job: ExtractionPlan, ranks: Ranks) -> ShardWriter:
+def make_writer(job: ExtractionPlan, ranks: Ranks) -> ShardWriter:
+    """This rank's writer of the plan's store."""
     config, manifest = job.resolved.config, job.manifest
     return ShardWriter(
         config.out,

@@ -4,6 +4,7 @@ Seconds are wall seconds. A target waits for a batch because dispatch waits: for
 its bucket, or for drafters to finish a step. A drafter waits for data because the targets have not made it yet.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +17,7 @@ class TargetFlow:
     """One target so far. tokens: real ones; computing, waiting: seconds."""
 
     tokens: int
-    batches: int
+    padded_tokens: int
     computing: float
     waiting: float
 
@@ -49,6 +50,21 @@ class Flow:
         return sum(target.tokens for target in self.targets.values())
 
     @property
+    def padded_tokens(self) -> int:
+        """Tokens that the targets have computed, padding included."""
+        return sum(target.padded_tokens for target in self.targets.values())
+
+    @property
+    def waited(self) -> dict[str, float]:
+        """Seconds by who waited for what."""
+        return {
+            **{f"{name} for batches": target.waiting for name, target in self.targets.items()},
+            "dispatch for memory": self.for_memory,
+            "dispatch for places": self.for_places,
+            "dispatch for steps": self.for_steps,
+        }
+
+    @property
     def idle(self) -> float:
         """Share of the targets' time that they waited."""
         waiting = sum(target.waiting for target in self.targets.values())
@@ -69,15 +85,15 @@ class Flow:
 
 def look(source: LiveSource) -> Flow:
     """What a source is like now."""
-    window = source.window
+    window, now = source.window, time.monotonic()
     waits, steps = window.waits(), source.gate.waits()
     return Flow(
         targets={
             name: TargetFlow(
                 tokens=loop.counters.tokens,
-                batches=loop.counters.batches,
+                padded_tokens=loop.counters.padded_tokens,
                 computing=loop.counters.computing,
-                waiting=loop.counters.waiting,
+                waiting=loop.counters.waiting + now - (loop.counters.free_since or now),
             )
             for name, loop in source.loops.items()
         },

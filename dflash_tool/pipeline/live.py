@@ -18,12 +18,13 @@ import yaml
 from numpy.typing import NDArray
 
 from dflash_tool.errors import ConfigError, StoreError
-from dflash_tool.lifecycle import OpenStore, begin, check_out, check_quarantine, join_store, open_store
-from dflash_tool.pipeline.extraction_run import Guards, run_extraction
+from dflash_tool.lifecycle import OpenStore, begin, check_out, check_quarantine, complete, join_store, open_store
+from dflash_tool.pipeline.extraction_run import Guards, make_writer, run_extraction
 from dflash_tool.pipeline.flow import Flow, bottleneck, look
 from dflash_tool.pipeline.live_plan import kept_rows, measure, parties, places
 from dflash_tool.pipeline.live_source import LiveFeed
 from dflash_tool.pipeline.targets import load_targets, target_notes
+from dflash_tool.pipeline.tee import Tee
 from dflash_tool.pipeline.train_run import SETTINGS as TRAIN_SETTINGS
 from dflash_tool.pipeline.train_run import TrainRun, open_run
 from dflash_tool.pipeline.training import TrainResult, run_training
@@ -31,6 +32,7 @@ from dflash_tool.planning import ExtractionPlan, plan_rows
 from dflash_tool.ranks import Ranks
 from dflash_tool.resolving import Resolved, resolve
 from dflash_tool.schemas.live import HELD_OUT, LiveConfig
+from dflash_tool.schemas.manifest import RunSummary
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.files import TEMP_PREFIX, disk_errors, make_folder, replace_file
 from dflash_tool.store.lock import LOCK, RunLock
@@ -153,8 +155,16 @@ def _live(
     run.notes += [*plan.warnings, *figures.warnings(), *target_notes(targets)]
     telemetry.feed = feed
     run.more = lambda: flow.as_json() if (flow := telemetry.flow()) else {}
-    trained = run_training(run, guards.stop)
+    with ExitStack() as stack:
+        if config.tee is not None and not store.finished:
+            feed.tee = stack.enter_context(Tee(make_writer(plan, ranks), plan.samples, run.store.committed))
+            run.before_save = feed.tee.commit
+        trained = run_training(run, guards.stop)
     flow = telemetry.flow()
+    if feed.tee is not None:
+        ranks.everyone("tee", None)  # all have committed what passed them
+        note = ranks.first(lambda: _complete(store, targets, run, flow, telemetry.extract, guards))
+        trained = replace(trained, notes=(*trained.notes, *([note] if note else [])))
     return LiveResult(
         trained=trained,
         store=config.store,
@@ -179,6 +189,34 @@ def _capture(
     if any(not store.held[batch.rows].all() for batch in job.batches):
         _, quarantined = run_extraction(replace(store, plan=job), targets, Ranks(), telemetry, guards)
         del quarantined  # validation passes over what is not in the store
+
+
+def _complete(
+    store: OpenStore,
+    targets: dict[str, TargetModel],
+    run: TrainRun,
+    flow: Flow | None,
+    telemetry: ExtractTelemetry,
+    guards: Guards,
+) -> str:
+    """Complete the store of `--tee` once the first epoch has passed: capture what a kill has lost. Rank 0 alone.
+
+    Returns what the user should know, or nothing.
+    """
+    run.store.refresh()
+    missing, root = np.flatnonzero(~run.store.committed), run.store.root
+    where = run.loader.state_dict()
+    if where["epoch"] == 0 and where["step"] < len(run.plan_of(0)):
+        return (
+            f"{root} lacks {len(missing):,} of {len(run.store.samples):,} samples, because the first epoch was not "
+            "finished: `dflash extract` with the same settings goes on with it"
+        )
+    quarantined: list[int] = []
+    if len(missing):
+        job = replace(store, plan=plan_rows(store.plan, missing), held=run.store.committed)
+        _, quarantined = run_extraction(job, targets, Ranks(), telemetry, guards)
+    complete(store.plan, _summary(flow, run), quarantined)
+    return ""
 
 
 def check_devices(config: LiveConfig) -> None:
@@ -225,3 +263,19 @@ def share_threads(threads: int, resolved: Resolved, run: TrainRun) -> None:
     parties = sum(device.type == "cpu" for device in (*resolved.devices, *run.loop.group.devices))
     if parties:
         torch.set_num_threads(max(1, threads // parties))
+
+
+def _summary(flow: Flow | None, run: TrainRun) -> RunSummary:
+    """What `stats` says of the run that finished a store: of this rank's targets, over all epochs of this run."""
+    seen = run.telemetry.snapshot()
+    return RunSummary(
+        seconds=seen.seconds,
+        samples=int(run.store.committed.sum()),
+        real_tokens=flow.tokens if flow else 0,
+        padded_tokens=flow.padded_tokens if flow else 0,
+        peak_inflight_bytes=flow.peak if flow else 0,
+        inflight_limit_bytes=flow.limit if flow else 0,
+        ranks=run.ranks.world,
+        targets={name: target.tokens for name, target in flow.targets.items()} if flow else {},
+        waited=flow.waited if flow else {},
+    )

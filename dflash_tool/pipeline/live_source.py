@@ -26,6 +26,7 @@ from dflash_tool.errors import TargetError
 from dflash_tool.extractor import BatchPrefetcher, HiddenStates, StateQueue, Target, TargetForwardLoop, TargetQueue
 from dflash_tool.loader import LoaderClosed, MixedBatch, PlannedStep
 from dflash_tool.pipeline.targets import start_targets, start_thread
+from dflash_tool.pipeline.tee import Tee, when_all_have
 from dflash_tool.queue import BucketedHSQueue, Item, QueueClosed
 from dflash_tool.schemas.config import LayerId, StoreDtype
 from dflash_tool.store.samples import Samples
@@ -43,7 +44,8 @@ class LiveFeed:
 
     layers: what the targets capture; row_bytes: of one token over all of them; steps_ahead: steps that may be
     dispatched and unfinished; pin: page-locked batches, for CUDA; on_quarantine: told the rows of samples with NaN or
-    Inf states, may raise; hang_seconds: after which a target that is at one batch is given up; source: the newest.
+    Inf states, may raise; tee: gets what passes in the first epoch; hang_seconds: after which a target that is at one
+    batch is given up; source: the newest one.
     """
 
     targets: Mapping[str, Target]
@@ -56,6 +58,7 @@ class LiveFeed:
     steps_ahead: int
     pin: bool
     on_quarantine: Callable[[Int64s], None]
+    tee: Tee | None = None
     hang_seconds: float = HANG_SECONDS
     source: "LiveSource | None" = None
 
@@ -77,7 +80,7 @@ class LiveSource:
         self._feed = feed
         self._order = (*layers, *(layer for layer in feed.layers if layer not in layers))
         self._shown = len(layers)
-        self._microbatches: dict[int, Microbatch] = {}  # dispatched and not taken yet, by number
+        self._microbatches: dict[int, tuple[int, Microbatch]] = {}  # with its epoch: dispatched, not taken yet
         self.loops = {
             name: TargetForwardLoop(target=target, source=self._batches, out=self.states)
             for name, target in feed.targets.items()
@@ -116,7 +119,7 @@ class LiveSource:
         item = self.states.take(number)
         if item.payload.quarantined.size:
             self._feed.on_quarantine(item.payload.quarantined)
-        return self._batch(self._microbatches.pop(number), item)
+        return self._batch(*self._microbatches.pop(number), item)
 
     def abort(self, error: BaseException) -> None:
         """See `BatchSource`."""
@@ -147,12 +150,12 @@ class LiveSource:
             self.gate.acquire(0, 1)
             self._steps.put(Item(place, 0, 0, step))
             for microbatch in step.microbatches:
-                self._microbatches[number] = microbatch
+                self._microbatches[number] = step.epoch, microbatch
                 yield Batch(number, microbatch.rows, microbatch.bucket, microbatch.width)
                 number += 1
         self._steps.close()
 
-    def _batch(self, microbatch: Microbatch, item: Item[HiddenStates]) -> MixedBatch:
+    def _batch(self, epoch: int, microbatch: Microbatch, item: Item[HiddenStates]) -> MixedBatch:
         """The states of an item side by side `[n, B, S, H]`, zeros behind the ends; gives its states up."""
         samples, rows, lengths = self._feed.samples, item.payload.samples, item.payload.lengths
         shape = (len(rows), int(lengths.max(initial=1)))
@@ -160,9 +163,10 @@ class LiveSource:
         for place, row in enumerate(rows.tolist()):
             input_ids[place, : lengths[place]] = samples.tokens(row)
             loss_mask[place, : lengths[place]] = samples.mask(row)
-        dtype = self._feed.store_dtype
-        states = lay_out(item.payload.states, self._order, lengths, pin=self._feed.pin).view(DTYPES[dtype])
-        return MixedBatch(
+        states = lay_out(item.payload.states, self._order, lengths, pin=self._feed.pin)
+        tee = self._feed.tee if epoch == 0 else None
+        release = when_all_have(1 if tee is None else 2, partial(self.window.release, item.bucket, item.nbytes))
+        batch = MixedBatch(
             index_in_step=microbatch.index_in_step,
             bucket=item.bucket,
             rows=rows,
@@ -170,9 +174,12 @@ class LiveSource:
             lengths=torch.from_numpy(lengths),
             input_ids=torch.from_numpy(input_ids),
             loss_mask=torch.from_numpy(loss_mask),
-            states=states[: self._shown],
-            on_release=partial(self.window.release, item.bucket, item.nbytes),
+            states=states[: self._shown].view(DTYPES[self._feed.store_dtype]),
+            on_release=release,
         )
+        if tee is not None:
+            tee.write(batch, self._order, states, release)
+        return batch
 
     def _hanging(self) -> list[tuple[str, int, float]]:
         """Targets that have been at one batch for too long: name, its tokens, seconds."""

@@ -36,7 +36,7 @@ SETTINGS = "train.yaml"
 class TrainRun:
     """Everything that a run needs, opened and checked. `head` and `model` are those of the first local drafter.
 
-    more: further fields of a training row of metrics.jsonl.
+    more: further fields of a training row of metrics.jsonl; before_save: done before a checkpoint.
     """
 
     config: TrainConfig
@@ -60,6 +60,7 @@ class TrainRun:
     first_validation: dict[str, Any] | None = None
     stop: list[BaseException] = field(default_factory=list)
     more: Callable[[], dict[str, Any]] = dict
+    before_save: Callable[[], None] = lambda: None
 
     @property
     def leads(self) -> bool:

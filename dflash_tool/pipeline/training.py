@@ -164,6 +164,7 @@ def _validate(run: TrainRun, log: TrainLog) -> dict[str, Any] | None:
 def _save(run: TrainRun, log: TrainLog) -> None:
     """Write a checkpoint; a disk that refuses is said, and the run goes on."""
     run.loop.check()
+    run.before_save()
     if not run.leads:
         return
     best_tau, best_step = run.best or (None, None)

@@ -7,11 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from dflash_tool import pipeline
 from dflash_tool.schemas.live import LiveConfig
+from dflash_tool.store.reader import HiddenStore
+from dflash_tool.store.verify import verify
 from dflash_tool.trainer import Replica
 from dflash_tool.trainer.metrics import read_metrics
+
+from .running import contents
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
 SMALL = {
@@ -63,3 +69,33 @@ def test_the_same_steps_as_extract_and_train(
     assert len(live) > 20
     assert live == trained
     np.testing.assert_allclose(_losses(tmp_path / "live"), _losses(tmp_path / "train"), rtol=1e-5)
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "last" / "model.safetensors")
+
+
+def test_training_from_the_tee_repeats_the_run_bit_for_bit(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = _config(
+        random_target(),
+        token_rows(100),
+        tmp_path / "live",
+        tee=tmp_path / "store",
+        store_dtype="bfloat16",
+        shard_mib=0.05,
+    )
+    pipeline.live(config)
+    store = HiddenStore.open(tmp_path / "store")
+    assert store.manifest.complete
+    assert len(contents(tmp_path / "store")) == len(store.samples)
+    assert not list(verify(tmp_path / "store", rehash=True))
+    pipeline.train(config.train().model_copy(update={"out": tmp_path / "train"}))
+    assert _losses(tmp_path / "live") == _losses(tmp_path / "train")
+    ours, theirs = _weights(tmp_path / "live"), _weights(tmp_path / "train")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    rows = [row for row in read_metrics(tmp_path / "live") if row["kind"] == "validation"]
+    assert rows == [row for row in read_metrics(tmp_path / "train") if row["kind"] == "validation"]
+    pipeline.extract(config.extract())  # nothing is left to do
+    assert HiddenStore.open(tmp_path / "store").manifest == store.manifest
