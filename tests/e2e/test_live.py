@@ -1,7 +1,14 @@
 """`live` from end to end on a tiny random target: the same steps as `extract` and `train`."""
 
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +18,37 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_tool import pipeline
+from dflash_tool.errors import DflashError, TargetError
+from dflash_tool.pipeline.live_source import LiveFeed
 from dflash_tool.schemas.live import LiveConfig
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.verify import verify
+from dflash_tool.target import Captured, TargetModel
 from dflash_tool.trainer import Replica
 from dflash_tool.trainer.metrics import read_metrics
 
-from .running import contents
+from .running import ENV, contents, wait_until
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
 SMALL = {
     "layers": "1,3", "buckets": 3, "store_dtype": "float32", "target_device": "cpu", "drafter_device": "cpu",
     "block_size": 4, "draft_layers": 1, "anchors": 8, "batch_samples": 16, "epochs": 2, "lr": 1e-3,
     "val_fraction": 0.1, "val_every": 4, "save_every": 3, "log_every": 1, "inflight_gib": 0.1,
-    "microbatch_tokens": 200,
+    "microbatch_tokens": 200, "batch_tokens": 200,
 }  # fmt: skip
 
 
 def _config(target: Path, data: Path, out: Path, **changed: object) -> LiveConfig:
     return LiveConfig.model_validate({"target": str(target), "data": [data], "out": out, **SMALL, **changed})
+
+
+def _words(target: Path, data: Path, out: Path, **changed: object) -> list[str]:
+    """The command line of the same run."""
+    words = [sys.executable, "-m", "dflash_tool", "live"]
+    for name, value in {"target": target, "data": data, "out": out, **SMALL, **changed}.items():
+        for each in value if isinstance(value, list) else [value]:
+            words += [f"--{name.replace('_', '-')}", str(each)]
+    return words
 
 
 @contextmanager
@@ -99,3 +118,223 @@ def test_training_from_the_tee_repeats_the_run_bit_for_bit(
     assert rows == [row for row in read_metrics(tmp_path / "train") if row["kind"] == "validation"]
     pipeline.extract(config.extract())  # nothing is left to do
     assert HiddenStore.open(tmp_path / "store").manifest == store.manifest
+
+
+@pytest.mark.parametrize("changed", [{"targets": 2}, {"targets": 3, "drafters": 2, "hs_queue_depth": 1}])
+def test_several_targets_and_drafters_take_the_same_steps(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, object],
+) -> None:  # fmt: skip
+    """Whoever computes a batch, each step has the same microbatches; one drafter has the same losses to the bit."""
+    target, data = random_target(), token_rows(100)
+    with _watched(monkeypatch) as one:
+        pipeline.live(_config(target, data, tmp_path / "one"))
+    with _watched(monkeypatch) as several:
+        pipeline.live(_config(target, data, tmp_path / "several", **changed))
+    assert sorted(one) == sorted(several)
+    if "drafters" in changed:
+        np.testing.assert_allclose(_losses(tmp_path / "one"), _losses(tmp_path / "several"), rtol=1e-5)
+    else:
+        assert one == several
+        assert _losses(tmp_path / "one") == _losses(tmp_path / "several")
+
+
+@pytest.mark.parametrize("tee", [True, False])
+def test_killed_and_run_again_is_the_unbroken_run(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, tee: bool
+) -> None:
+    """SIGKILL at three moments, with a checkpoint every few steps: equal losses, weights and stores."""
+    target, data = random_target(), token_rows(100)
+    for name in ("unbroken", "killed"):
+        words = _words(target, data, tmp_path / name, **({"tee": tmp_path / f"{name}-store"} if tee else {}))
+        for steps in (1, 4, 8) if name == "killed" else ():
+            run = subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            wait_until(run, lambda steps=steps: len(_losses(tmp_path / "killed")) >= steps)
+            run.send_signal(signal.SIGKILL)
+            run.communicate()
+            assert run.returncode == -signal.SIGKILL
+        subprocess.run(words, env=ENV, check=True, capture_output=True)
+    assert _losses(tmp_path / "killed") == _losses(tmp_path / "unbroken")
+    ours, theirs = _weights(tmp_path / "killed"), _weights(tmp_path / "unbroken")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    if tee:
+        assert HiddenStore.open(tmp_path / "killed-store").manifest.complete
+        assert contents(tmp_path / "killed-store") == contents(tmp_path / "unbroken-store")
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopped_in_order(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, signum: int, code: int
+) -> None:
+    """Targets run ahead until the window is full; the signal ends the step, saves and says how to go on."""
+    out = tmp_path / "run"
+    words = _words(
+        random_target(),
+        token_rows(100),
+        out,
+        epochs=500,
+        save_every=1000,
+        val_every=1000,
+        inflight_gib=0.0001,
+        targets=2,
+    )
+    run = subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_until(run, lambda: len(_losses(out)) >= 3)
+    run.send_signal(signum)
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == code, err
+    state = json.loads((out / "checkpoints" / "last" / "state.json").read_text())
+    assert f"stands at step {state['step']:,} of" in err
+    assert "run the same command to go on" in err
+    assert "Traceback" not in err
+
+
+class BoomError(Exception):
+    """What breaks."""
+
+
+def test_a_target_that_raises_stops_everybody(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two targets fails in the middle: its error comes out, the threads end, a rerun goes on."""
+    config = _config(random_target(), token_rows(100), tmp_path / "run", targets=2)
+    capture, calls = TargetModel.capture, itertools.count()
+
+    def broken(self: TargetModel, *args: Any) -> Any:
+        if next(calls) == 40:
+            raise BoomError
+        return capture(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetModel, "capture", broken)
+        with pytest.raises(BoomError):
+            pipeline.live(config)
+    assert not {"prefetcher", "watchdog"} & {thread.name for thread in threading.enumerate()}
+    done = pipeline.live(config)
+    assert 0 < done.trained.steps < done.trained.total_steps
+    pipeline.live(config.model_copy(update={"out": tmp_path / "unbroken"}))
+    assert _losses(tmp_path / "run") == _losses(tmp_path / "unbroken")
+
+
+def test_a_drafter_that_raises_stops_everybody(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, calls = Replica._forward, itertools.count()
+
+    def broken(self: Replica, *args: Any) -> Any:
+        if next(calls) == 30:
+            raise BoomError
+        return forward(self, *args)
+
+    monkeypatch.setattr(Replica, "_forward", broken)
+    with pytest.raises(BoomError):
+        pipeline.live(_config(random_target(), token_rows(100), tmp_path / "run", drafters=2, inflight_gib=0.0001))
+    assert not {"prefetcher", "watchdog"} & {thread.name for thread in threading.enumerate()}
+
+
+def test_a_target_that_hangs_is_named(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(random_target(), token_rows(100), tmp_path / "run", targets=2)
+    capture, calls, end = TargetModel.capture, itertools.count(), threading.Event()
+
+    def hanging(self: TargetModel, *args: Any) -> Any:
+        if next(calls) == 40:
+            end.wait(600)
+        return capture(self, *args)
+
+    monkeypatch.setattr(TargetModel, "capture", hanging)
+    monkeypatch.setattr("dflash_tool.pipeline.live_run.LiveFeed", partial(LiveFeed, hang_seconds=3.0))
+    with pytest.raises(TargetError, match=r"target [01] on cpu has been at one batch of [\d,]+ tokens"):
+        pipeline.live(config)
+    end.set()
+
+
+def test_samples_with_nan_are_left_out_and_listed(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample is spoiled in each epoch; it is named once, and the step goes on without it."""
+    config = _config(random_target(), token_rows(100), tmp_path / "run", tee=tmp_path / "store", max_bad=0.02)
+    spoiled = 4  # the first tokens of this row
+    capture = TargetModel.capture
+    rows = [json.loads(line)["input_ids"] for line in config.data[0].read_text().splitlines()]
+
+    def spoil(self: TargetModel, input_ids: Any, lengths: Any, keep: Any = None) -> Captured:
+        got = capture(self, input_ids, lengths, keep)
+        mine = [row[:length].tolist() == rows[spoiled] for row, length in zip(input_ids, lengths, strict=True)]
+        return Captured(states=got.states, finite=got.finite & ~np.array(mine)[keep])
+
+    monkeypatch.setattr(TargetModel, "capture", spoil)
+    training = pipeline.plan_live(config).training
+    done = pipeline.live(config)
+    assert done.quarantined == (f"{config.data[0]}:{spoiled + 1}",)
+    manifest = HiddenStore.open(tmp_path / "store").manifest
+    assert manifest.complete
+    assert len(manifest.quarantined) == 1
+    samples = [row["samples"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    assert sum(samples) == 2 * (training - 1)
+    with pytest.raises(DflashError, match="max-bad"):
+        pipeline.live(config.model_copy(update={"out": tmp_path / "none", "tee": None, "max_bad": 0.0}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "says"),
+    [
+        ({"inflight_gib": 0.00001}, 2, "--inflight-gib"),
+        ({"target_device": ["cpu", "cpu"]}, 2, "--target-device: got cpu twice"),
+        ({"drafter_device": ["cpu", "cpu"]}, 2, "--drafter-device: got cpu twice"),
+        ({"aux_layers": "2"}, 2, "lacks layer 2"),
+        ({"max_steps_ahead": 0}, 2, "--max-steps-ahead"),
+        ({"overlength": "skip", "max_length": 2}, 1, "nothing to do"),
+    ],
+)
+def test_wrong_options(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, dflash: Run,
+    changed: dict[str, object], code: int, says: str,
+) -> None:  # fmt: skip
+    """Refused with a word, and nothing is left behind."""
+    target, data = random_target(), token_rows(30)
+    words = _words(target, data, tmp_path / "run", **{"tee": tmp_path / "store", **changed})[3:]
+    result = dflash(*words)
+    assert result.code == code, result.err
+    assert says in " ".join(result.err.split())
+    assert "Traceback" not in result.err
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_tee_of_other_settings_and_other_folders_are_refused(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, dflash: Run
+) -> None:
+    target, data = random_target(), token_rows(60)
+    config = _config(target, data, tmp_path / "run", tee=tmp_path / "store", max_length=40)
+    pipeline.extract(config.extract())
+    words = _words(target, data, tmp_path / "run", tee=tmp_path / "store", max_length=50)[3:]
+    refused = dflash(*words)
+    assert refused.code == 1
+    assert "--max-length: max_length: the store has 40, this run 50" in " ".join(refused.err.split())
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "thesis.tex").touch()
+    assert "holds something else" in dflash(*_words(target, data, tmp_path / "else")[3:]).err
+
+
+def test_dry_run_says_what_then_happens(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, dflash: Run
+) -> None:
+    words = [
+        *_words(random_target(), token_rows(200), tmp_path / "run", epochs=1, drafters=2, buckets=20)[3:],
+        "--json",
+    ]
+    said = dflash(*words, "--dry-run")
+    assert said.code == 0, said.err
+    assert not (tmp_path / "run").exists()
+    plan = json.loads(said.out)
+    done = json.loads(dflash(*words).out)
+    assert plan["total_steps"] == done["total_steps"]
+    flow = done["flow"]
+    (target,) = flow["targets"].values()
+    assert plan["live"]["padding"] == pytest.approx(1 - target["tokens"] / target["padded_tokens"])
+    assert flow["peak_inflight_bytes"] <= flow["inflight_limit_bytes"] == plan["live"]["limit"]
+    assert any("can't hold every bucket" in warning for warning in plan["warnings"])
+    assert 0 < plan["live"]["lost"] < 1
