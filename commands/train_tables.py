@@ -50,7 +50,13 @@ def train_panel(now: TrainSnapshot) -> RenderableType:
         ("walk tau", _spark([value for _, value in now.taus]) + (f" {now.taus[-1][1]:.2f}" if now.taus else "")),
         ("step mix", ", ".join(f"b{bucket} {samples}" for bucket, samples in sorted(now.buckets.items())) or "…"),
         ("rate", f"{count(now.tokens)} context tokens/s, {count(now.blocks)} blocks/s, lr {now.lr:.2e}"),
-        ("time", ", ".join(f"{name} {share(seconds / spent, 0)}" for name, seconds in now.spent.items()) or "…"),
+        (
+            "time",
+            ", ".join(
+                f"{name} {share(seconds / spent, 0)}" for name, seconds in now.spent.items() if seconds >= 0.005 * spent
+            )
+            or "…",
+        ),
         ("waited", f"{duration(now.waited)} for data ({share(now.waited / max(now.seconds, 1e-9))})"),
     ]
     title = f"dflash train · {now.stage}"

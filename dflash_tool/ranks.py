@@ -137,7 +137,7 @@ class Ranks:
             raise
         finally:
             done.set()
-            thread.join()
+            thread.join(_BEAT_SECONDS)  # no longer: the store may be gone
 
     def share(self, work: Sequence[T]) -> Iterator[T]:
         """The items that this rank draws; together the ranks draw each item once, in order."""

@@ -52,19 +52,24 @@ class LoadedStep:
     """One optimizer step. Iterating, once, yields the batches of this rank: none where it has no work.
 
     epoch, index: its place; rows: int64 `[G]`, sample rows of the whole step (all ranks) in the order of the epoch.
-    shares: the batches of each local drafter in plan order, for a thread each. abort: lets all of them raise an error.
+    shares: the batches of each local drafter in plan order, for a thread each.
     """
 
     def __init__(
         self, planned: PlannedStep, shares: Sequence[Iterator[MixedBatch]], abort: Callable[[BaseException], None]
     ) -> None:
         self.epoch, self.index, self.rows = planned.epoch, planned.index, planned.rows
-        self.shares, self.abort = tuple(shares), abort
+        self.shares = tuple(shares)
+        self._abort = abort
         self._count = len(planned.microbatches)
 
     def __len__(self) -> int:
         """Count the microbatches of this rank."""
         return self._count
+
+    def abort(self, error: BaseException) -> None:
+        """Let all shares raise `error`, even while they wait. From any thread."""
+        self._abort(error)
 
     def __iter__(self) -> Iterator[MixedBatch]:
         (only,) = self.shares

@@ -87,16 +87,15 @@ def train(config: TrainConfig, telemetry: TrainTelemetry | None = None) -> Train
 
 def run_training(run: TrainRun, stop: StopSignals) -> TrainResult:
     """Resume or begin, then train; whatever happens, threads and connections end."""
-    ranks = run.ranks
+    resumed = run.ranks.first(lambda: resume(run))
+    if not run.leads:
+        resumed = resume(run)
+    kept = resumed.state.step if resumed else -1
     with ExitStack() as stack:
+        stack.enter_context(stop.forward_to(run.stop.append))  # outlives the rest: no signal disturbs its end
         stack.enter_context(run.loader)
         stack.enter_context(run.loop.group)
         stack.callback(run.all_reduce.close)
-        resumed = ranks.first(lambda: resume(run))
-        if not run.leads:
-            resumed = resume(run)
-        stack.enter_context(stop.forward_to(run.stop.append))
-        kept = resumed.state.step if resumed else -1
         writers: list[Write] = []
         if run.leads:
             writers.append(stack.enter_context(MetricsLog(run.config.out, after_step=kept)).write)

@@ -37,14 +37,27 @@ def random_rows(rng: np.random.Generator, length: int, width: int, dtype: StoreD
     return values.astype(NUMPY_DTYPE[dtype])
 
 
-def write_samples(root: Path, lengths: Sequence[int], edges: Sequence[int], seed: int = 0) -> Samples:
-    """A `samples.arrow` of random tokens, in batches of 7 rows."""
+def write_samples(
+    root: Path,
+    lengths: Sequence[int],
+    edges: Sequence[int],
+    seed: int = 0,
+    *,
+    vocab: int = 1 << 30,
+    answer: int | None = None,
+) -> Samples:
+    """A `samples.arrow` of random tokens below `vocab`, in batches of 7 rows.
+
+    Supervised are the last `answer` tokens of each sample, or, without that, random ones.
+    """
     rng = np.random.default_rng(seed)
     with SamplesWriter(root) as writer:
         for first in range(0, len(lengths), 7):
             part = lengths[first : first + 7]
-            tokens = [rng.integers(0, 1 << 30, length, np.int32) for length in part]
+            tokens = [rng.integers(0, vocab, length, np.int32) for length in part]
             masks = [rng.integers(0, 2, length, np.uint8) for length in part]
+            if answer is not None:
+                masks = [(np.arange(length) >= length - answer).astype(np.uint8) for length in part]
             ids = [make_sample_id(content_hash(t, m), 0) for t, m in zip(tokens, masks, strict=True)]
             columns = [
                 pa.array(ids, pa.binary(SAMPLE_ID_BYTES)),
@@ -108,9 +121,13 @@ def make_store(
     shard_bytes: int = 1 << 30,
     seed: int = 0,
     complete: bool = True,
+    **tokens: Any,
 ) -> MadeStore:
-    """Write a whole store of random rows, a sample an append; `complete=False` leaves out the last sample."""
-    samples = write_samples(root, lengths, edges, seed)
+    """Write a whole store of random rows, a sample an append; `complete=False` leaves out the last sample.
+
+    tokens: what else `write_samples` takes.
+    """
+    samples = write_samples(root, lengths, edges, seed, **tokens)
     manifest = make_manifest(samples, edges, layers, hidden_size, store_dtype)
     (root / HEAD).mkdir()
     (root / HEAD / "head.safetensors").write_bytes(b"the head of a random target")

@@ -35,15 +35,8 @@ class TrainStep(Protocol):
     def shares(self) -> Sequence[Iterable[MixedBatch]]:
         """The batches of each local drafter, for a thread each."""
 
-    @property
-    def abort(self) -> "Abort":
+    def abort(self, error: BaseException, /) -> None:
         """Let every share raise an error, even while it waits."""
-
-
-class Abort(Protocol):
-    """Ends a step with an error."""
-
-    def __call__(self, error: BaseException, /) -> None: ...  # noqa: D102
 
 
 class DrafterGroup:

@@ -23,16 +23,15 @@ class GradientSum:
         """Add up. DflashError if a rank is lost meanwhile."""
         if self._ranks.store is None:
             return
+        doing = "another rank was lost while gradients were added up"
         try:
             if not self._connected:
+                doing = "the ranks can't connect to add up gradients"
                 self._connect()
             torch.distributed.all_reduce(tensor)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             first_line = str(error).partition("\n")[0]
-            raise DflashError(
-                f"another rank was lost while gradients were added up ({first_line}); its own message says why, run "
-                "the same command to go on"
-            ) from error
+            raise DflashError(f"{doing} ({first_line}); run the same command to go on") from error
 
     def _connect(self) -> None:
         from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - a single process never needs it

@@ -38,7 +38,7 @@ class Validation:
 
     @property
     def loss(self) -> float:
-        """Weighted mean cross-entropy, as in training."""
+        """Mean cross-entropy weighted by slot: training's default loss, whatever it trains on."""
         return self.numerator / self.weight if self.weight else 0.0
 
     @property

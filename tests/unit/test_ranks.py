@@ -1,4 +1,4 @@
-"""Ranks over an in-process c10d store: who goes first, each item drawn once, reports gathered."""
+"""Ranks over an in-process c10d store: who goes first, each item drawn once, meetings, failures, deaths."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from dflash_tool.errors import DflashError, StoreError
+from dflash_tool import ranks as module
+from dflash_tool.errors import DflashError, Interrupted, StoreError
 from dflash_tool.ranks import Ranks
 
 
@@ -102,3 +103,64 @@ def test_barrier() -> None:
         return len(arrived)
 
     assert _run(4, body) == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_everyone_gets_all_reports_by_rank(world: int) -> None:
+    def body(ranks: Ranks) -> list[list[Any]]:
+        with ranks.alive():
+            return [ranks.everyone(f"step {step}", [ranks.rank, step, 0.1 + step]) for step in range(5)]
+
+    expected = [[[rank, step, 0.1 + step] for rank in range(world)] for step in range(5)]
+    assert _run(world, body) == [expected] * world
+
+
+def test_a_meeting_leaves_nothing_behind_but_the_newest() -> None:
+    store = HashStore()
+    ranks = [Ranks(rank, 2, store) for rank in range(2)]
+    for step in range(3):
+        store.set(f"step {step}/1", "null")
+        ranks[0].everyone(f"step {step}", None)
+    assert [store.check([f"step {step}/0"]) for step in range(3)] == [False, False, True]
+
+
+def test_a_rank_that_fails_tells_the_others_why() -> None:
+    waiting = threading.Barrier(3)
+
+    def body(ranks: Ranks) -> None:
+        with ranks.alive():
+            waiting.wait(60)
+            if ranks.rank == 1:
+                raise StoreError("row 7 is damaged")
+            ranks.everyone("step 0", None)
+
+    first, failed, third = _run(3, body)
+    assert str(failed) == "row 7 is damaged"
+    assert str(first) == str(third) == "rank 1 stopped: row 7 is damaged"
+
+
+@pytest.mark.parametrize("asked_to_stop", [False, True])
+def test_a_rank_that_is_gone_is_named(asked_to_stop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 never beats. Whoever was asked to stop (torchrun kills it soon) waits less long."""
+    monkeypatch.setattr(module, "_DEAD_WHEN_STOPPING" if asked_to_stop else "_DEAD_SECONDS", 0.2)
+    ranks = Ranks(0, 2, HashStore())
+    stop = [Interrupted("stopped by SIGTERM.", 15)] if asked_to_stop else []
+    with pytest.raises(DflashError, match=r"rank 1 has given no sign of life .* run the same command"):
+        ranks.everyone("step 4", None, stop=stop)
+
+
+def test_one_that_lives_but_does_not_come_is_waited_for_until_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LATE_WHEN_STOPPING", 0.5)
+    monkeypatch.setattr(module, "_BEAT_SECONDS", 0.01)
+    store = HashStore()
+    with Ranks(1, 2, store).alive(), pytest.raises(DflashError, match="rank 1 did not come to step 4"):
+        Ranks(0, 2, store).everyone("step 4", None, stop=[Interrupted("stopped by SIGTERM.", 15)])
+
+
+def test_a_store_that_is_gone_is_said() -> None:
+    class Gone(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection reset")
+
+    with pytest.raises(DflashError, match=r"store can.t be reached any more .connection reset"):
+        Ranks(0, 2, Gone()).everyone("step 0", None)

@@ -1,0 +1,199 @@
+"""`train` with many drafters and under torchrun: the same run whoever computes it, and one end for all."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_tool import pipeline
+from dflash_tool.schemas.config import ExtractConfig
+from dflash_tool.schemas.train import TrainConfig
+from dflash_tool.store.layout import array_file
+from dflash_tool.trainer.metrics import read_metrics
+
+from .running import ENV, torchrun_words, wait_until, workers
+
+OPTIONS = {
+    "block_size": 4, "draft_layers": 1, "anchors": 8, "batch_samples": 16, "epochs": 6, "lr": 1e-3,
+    "microbatch_tokens": 200, "val_fraction": 0.1, "val_every": 100, "save_every": 3, "log_every": 1,
+    "inflight_gib": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """100 samples of uneven lengths, layers 1 and 3: 6 steps an epoch."""
+    out = tmp_path_factory.mktemp("train") / "store"
+    pipeline.extract(
+        ExtractConfig(target=str(random_target()), data=(token_rows(100),), out=out, layers=(1, 3), buckets=3)
+    )
+    return out
+
+
+def words(store: Path, out: Path, **changed: object) -> list[str]:
+    options = {"store": store, "out": out, **OPTIONS, **changed}
+    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [sys.executable, "-m", "dflash_tool", "train", *flags]
+
+
+def train(world: int, command: list[str]) -> dict[str, Any]:
+    """Run to the end on so many ranks; what rank 0 says."""
+    command = [*command, "--json"]
+    done = subprocess.run(
+        torchrun_words(world, command) if world > 1 else command, env=ENV, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)  # one document: the other ranks are silent
+    return result
+
+
+def start(world: int, command: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        torchrun_words(world, command) if world > 1 else command,
+        env=ENV,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def rows(run: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [row for row in read_metrics(run) if row["kind"] == kind]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "last" / "model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same samples in the same steps, and losses that agree to rounding."""
+    for mine, theirs in zip(rows(one), rows(other), strict=True):
+        for name in ("step", "epoch", "samples", "blocks", "buckets", "lr"):
+            assert mine[name] == theirs[name]
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    final = [rows(run, "validation")[-1]["loss"] for run in (one, other)]
+    assert final[0] == pytest.approx(final[1], abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one drafter."""
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    train(1, words(store, out))
+    return out
+
+
+def test_several_drafters_in_one_process(store: Path, alone: Path, tmp_path: Path) -> None:
+    """The run of one drafter, up to rounding; and the same bits twice."""
+    config = {"store": store, **OPTIONS, "drafters": 3}
+    results = [pipeline.train(TrainConfig.model_validate({**config, "out": tmp_path / name})) for name in "ab"]
+    assert_same_run(tmp_path / "a", alone)
+    assert rows(tmp_path / "a")[0]["drafters"].keys() == {"drafter 0", "drafter 1", "drafter 2"}
+    assert all(results[0].spent[part] > 0 for part in ("data", "forward", "backward", "optimizer", "validation"))
+    assert results[0].bottleneck
+    same_bits(tmp_path / "a", tmp_path / "b")
+
+
+def same_bits(one: Path, other: Path) -> None:
+    assert [(row["step"], row["loss"]) for row in rows(one)] == [(row["step"], row["loss"]) for row in rows(other)]
+    mine, theirs = weights(one), weights(other)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_two_ranks_of_two_drafters_twice(store: Path, alone: Path, tmp_path: Path) -> None:
+    """Both combine; nothing depends on who is faster."""
+    results = [train(2, words(store, tmp_path / name, drafters=2)) for name in "ab"]
+    assert (results[0]["ranks"], results[0]["drafters"]) == (2, 4)
+    assert_same_run(tmp_path / "a", alone)
+    same_bits(tmp_path / "a", tmp_path / "b")
+    row = rows(tmp_path / "a")[-1]
+    assert row["drafters"].keys() == {f"rank {rank} drafter {number}" for rank in range(2) for number in range(2)}
+    assert all({"compute", "data", "drafters", "ranks"} == seconds.keys() for seconds in row["drafters"].values())
+    assert row["rank_skew_seconds"] >= 0
+    assert row["memory_bytes"] > 0
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_resumed_in_an_epoch_on_another_number_of_ranks(
+    store: Path, alone: Path, tmp_path: Path, before: int, after: int
+) -> None:
+    """A run of 36 steps is stopped after at least 4, the first epoch has 6, and goes on elsewhere."""
+    out = tmp_path / "run"
+    command = words(store, out, save_every=1)
+    run = start(before, command)
+    wait_until(run, lambda: len(rows(out)) >= 4)
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=60)
+    stood = json.loads((out / "checkpoints" / "last" / "state.json").read_text())["step"]
+    assert 4 <= stood < 36
+    result = train(after, command)
+    assert result["steps"] == 36 - stood
+    assert any("losses agree to rounding" in note for note in result["notes"])
+    assert_same_run(out, alone)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed(store: Path, alone: Path, tmp_path: Path, victim: int) -> None:
+    """The other one stops within a minute and says why; a rerun goes on to the same end."""
+    out = tmp_path / "run"
+    run = start(2, words(store, out))
+    wait_until(run, lambda: len(rows(out)) >= 5)
+    os.kill(workers(run.pid)[victim], signal.SIGKILL)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode != 0
+    gone = f"rank {victim} has given no sign of life", "another rank was lost while gradients were added up"
+    assert any(reason in said for reason in gone), said
+    assert train(2, words(store, out))["steps"] > 0
+    assert_same_run(out, alone)
+
+
+def test_a_signal_to_one_rank_stops_all_in_order(store: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = start(2, words(store, out, epochs=500, save_every=10_000, val_every=10_000))
+    wait_until(run, lambda: len(rows(out)) >= 3)
+    os.kill(workers(run.pid)[1], signal.SIGTERM)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode != 0
+    state = json.loads((out / "checkpoints" / "last" / "state.json").read_text())
+    assert state["step"] == rows(out)[-1]["step"]
+    assert f"stopped by SIGTERM. The run stands at step {state['step']:,} of" in said
+    assert "rank 1 stops with the others" in said
+
+
+def test_an_error_on_one_rank_ends_all_with_its_reason(store: Path, tmp_path: Path) -> None:
+    """A damaged sample, which one of the ranks reads."""
+    part, out = tmp_path / "store", tmp_path / "run"
+    shutil.copytree(store, part)
+    file = array_file(next((part / "shards").iterdir()), 1)
+    content = bytearray(file.read_bytes())
+    content[40] ^= 1
+    file.write_bytes(content)
+    run = start(2, words(part, out))
+    _, said = run.communicate(timeout=120)
+    assert run.returncode != 0
+    messages = [line.removeprefix("dflash: ") for line in said.splitlines() if line.startswith("dflash: ")]
+    (heard,) = [line for line in messages if line.startswith("rank ")]
+    (told,) = [line for line in messages if not line.startswith("rank ")]
+    assert told.startswith("sample ")
+    assert heard.partition(" stopped: ")[2] == told
+
+
+def test_more_ranks_than_microbatches(store: Path, alone: Path, tmp_path: Path) -> None:
+    """Works: a rank without work takes part all the same, and that is said once."""
+    big = words(store, tmp_path / "run", microbatch_tokens=100_000, batch_samples=3, max_steps=6)
+    result = train(3, big)
+    assert result["steps"] == 6
+    assert sum("had nothing to do" in note for note in result["notes"]) == 1

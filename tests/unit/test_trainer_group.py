@@ -1,0 +1,107 @@
+"""One step over drafters and ranks against one computed plainly in fp64; a drafter that fails; weights copied back."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_tool.errors import DflashError
+from dflash_tool.loader import MixedBatch
+from dflash_tool.trainer.timing import bottleneck
+
+from .scale_kit import NO_ANCHOR, Step, batches, check_step, loop_of
+
+EVERY = batches()
+WAYS = {
+    "one": [EVERY],
+    "two": [EVERY[::2], EVERY[1::2]],
+    "three, one without an anchor": [EVERY[:2], EVERY[2:NO_ANCHOR], EVERY[NO_ANCHOR:]],
+    "three, one without work": [EVERY[:3], [], EVERY[3:]],
+}
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e9])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_the_same_however_it_is_shared_out(way: str, clip: float) -> None:
+    loop = loop_of(len(WAYS[way]), clip=clip)
+    with loop.group:
+        check_step(loop, WAYS[way], clip)
+
+
+def test_a_step_over_two_gloo_ranks(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*torchrun, "-m", "tests.unit.scale_kit", str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert run.returncode == 0, run.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_drafters_on_several_devices_keep_equal_weights() -> None:
+    together, apart = (loop_of(3, clip=1.0, apart=apart) for apart in (False, True))
+    ways = WAYS["three, one without an anchor"]
+    with together.group, apart.group:
+        for _ in range(3):
+            together.step(Step(ways))
+            apart.step(Step(ways))
+    first, *others = [list(replica.model.parameters()) for replica in apart.group.replicas]
+    for other in (*others, list(together.group.model.parameters())):
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+def test_a_drafter_that_fails_stops_the_others() -> None:
+    """The others wait for batches that only an abort ends; what is raised is the first error, once."""
+    aborted, error = threading.Event(), DflashError("row 7 is damaged")
+    waiting = threading.Barrier(3)
+    given: list[BaseException] = []
+
+    def fails() -> Iterator[MixedBatch]:
+        yield EVERY[0]
+        waiting.wait(60)
+        raise error
+
+    def waits() -> Iterator[MixedBatch]:
+        waiting.wait(60)
+        assert aborted.wait(60)
+        raise RuntimeError("a consequence")
+        yield EVERY[1]
+
+    def abort(error: BaseException) -> None:
+        given.append(error)
+        aborted.set()
+
+    loop = loop_of(3, clip=1.0)
+    with loop.group, pytest.raises(DflashError, match="row 7") as raised:
+        loop.step(Step([waits(), fails(), waits()], abort=abort))
+    assert raised.value is error
+    assert set(map(id, given)) == {id(error)}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("drafter")]
+
+
+def test_a_step_that_is_not_finite_changes_no_weight() -> None:
+    """Also after steps that left momentum behind: what holds on CUDA, where nobody looks before `check`."""
+    loop = loop_of(1, clip=1.0)
+    with loop.group:
+        loop.step(Step([EVERY]))
+        before = [parameter.detach().clone() for parameter in loop.group.model.parameters()]
+        loop.group.replicas[0].head.weight[0, 0] = float("nan")
+        with pytest.raises(DflashError, match=r"NaN or Inf in step 1 .*rows 0, 1, 2"):
+            loop.step(Step([EVERY]))
+    assert all(torch.equal(one, two) for one, two in zip(before, loop.group.model.parameters(), strict=True))
+
+
+def test_the_bottleneck_is_named() -> None:
+    assert "forward and backward" in bottleneck({"forward": 3.0, "backward": 4.0, "data": 5.0})
+    assert "58 % reading hidden states" in bottleneck({"forward": 2.0, "backward": 3.0, "data": 7.0})
+    assert "slowest rank" in bottleneck({"forward": 1.0, "ranks": 2.0})
+    assert bottleneck({}) == ""
