@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from store_kit import make_manifest, make_writer, random_rows, write_samples
 
 from dflash_tool.buckets import Microbatch, choose_edges
 from dflash_tool.loader import MixingLoader, VerifyReads, anchor_counts, epoch_plans
@@ -39,7 +40,6 @@ from dflash_tool.store.checksums import write_checksums
 from dflash_tool.store.layout import array_file, shard_path
 from dflash_tool.store.manifest import write_manifest
 from dflash_tool.store.reader import HiddenStore
-from dflash_tool.store.testing import make_manifest, make_writer, random_rows, write_samples
 
 LAYERS = (1, 9, 17, 25, 33)
 LONGEST, BUDGET, STEP = 2048, 2048, 64

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import zarr
+from store_kit import MadeStore, make_manifest, make_writer, random_rows, write_samples
 
 from dflash_tool.store.layout import array_file
 from dflash_tool.store.reader import HiddenStore
-from dflash_tool.store.testing import MadeStore, make_manifest, make_writer, random_rows, write_samples
 
 LAYERS = (1, 9, 17, 25, 33)
 BATCH_SAMPLES = 16

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from store_kit import make_store
 from torch import Tensor
 from transformers import Qwen3Config
 
@@ -35,7 +36,6 @@ from dflash_tool.drafter.loss import _CHUNK_BYTES, Loss, decay_loss
 from dflash_tool.drafter.model import DFlashDraftModel
 from dflash_tool.loader import LoadedStep, MixingLoader, anchor_counts, epoch_plans
 from dflash_tool.store.reader import HiddenStore
-from dflash_tool.store.testing import make_store
 from dflash_tool.trainer import DrafterGroup, DrafterTrainLoop, Replica
 
 LAYERS, BLOCK, LR = (1, 9, 17, 25, 33), 16, 6e-4

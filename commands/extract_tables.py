@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from dflash_tool.commands.format import count, duration, facts, share, size, waits_text
+from dflash_tool.commands.format import Columns, count, duration, facts, share, size, waits_text
 from dflash_tool.pipeline import ExtractResult
 from dflash_tool.planning import BucketPlan, ExtractionPlan
 from dflash_tool.schemas.manifest import Manifest, RunSummary
+from dflash_tool.wording import counted, verb
 
 
 def plan_text(plan: ExtractionPlan) -> RenderableType:
@@ -19,7 +19,7 @@ def plan_text(plan: ExtractionPlan) -> RenderableType:
         ("target", _target(manifest)),
         ("samples", _samples(manifest)),
         *_data_notes(manifest),
-        ("batches", f"{count(len(plan.batches))} of at most {count(manifest.batch_tokens)} tokens"),
+        ("batches", f"{count(len(plan.batches))} of at most {counted(manifest.batch_tokens, 'token')}"),
         ("padding", f"{share(plan.padding, 2)} of the tokens the target computes"),
         (
             "disk",
@@ -48,7 +48,8 @@ def result_text(result: ExtractResult) -> RenderableType:
     where = Text(str(result.store), style="bold")
     if run is None:
         return Group(Text.assemble("Nothing to do: ", where, f" is complete ({_samples(manifest)})."))
-    held = f", {count(result.held_samples)} were there already" if result.held_samples else ""
+    there = result.held_samples
+    held = f", {count(there)} {verb(there, 'was', 'were')} there already" if there else ""
     rows = [
         ("target", _target(manifest)),
         ("samples", _samples(manifest) + held),
@@ -62,12 +63,12 @@ def result_text(result: ExtractResult) -> RenderableType:
         ("waited", waits_text(run.waited)),
     ]
     if result.removed:
-        rows.append(("cleaned up", f"{count(len(result.removed))} leftovers of a run that was stopped"))
+        rows.append(("cleaned up", f"{counted(len(result.removed), 'leftover')} of a run that was stopped"))
     if manifest.quarantined:
         rows.append(
             (
                 "quarantined",
-                f"{count(len(manifest.quarantined))} samples with NaN or Inf states: see manifest.json",
+                f"{counted(len(manifest.quarantined), 'sample')} with NaN or Inf states: see manifest.json",
             )
         )
     return Group(
@@ -91,14 +92,15 @@ def _target(manifest: Manifest) -> str:
     layers = ", ".join(map(str, manifest.layer_ids))
     target = manifest.target
     return (
-        f"{target.name} ({target.model_type}, {target.num_layers} layers, hidden size {target.hidden_size}), "
+        f"{target.name} ({target.model_type}, {counted(target.num_layers, 'layer')}, "
+        f"hidden size {target.hidden_size}), "
         f"layers {layers} computed in {target.dtype}, stored as {manifest.store_dtype}"
     )
 
 
 def _samples(manifest: Manifest) -> str:
     return (
-        f"{count(manifest.samples)} with {count(manifest.tokens)} tokens, "
+        f"{count(manifest.samples)} with {counted(manifest.tokens, 'token')}, "
         f"{share(manifest.supervised_tokens / manifest.tokens)} supervised"
     )
 
@@ -106,31 +108,27 @@ def _samples(manifest: Manifest) -> str:
 def _data_notes(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """What was unusual about the data; nothing where nothing was."""
     prepared = manifest.prepared
+    turns = prepared.get("unsupervised_turns", 0)
     notes = [
-        (prepared.get("truncated", 0), f"cut to {count(manifest.max_length)} tokens"),
-        (prepared.get("duplicates", 0), "duplicates (kept)"),
+        (prepared.get("truncated", 0), "sample", f"cut to {counted(manifest.max_length, 'token')}"),
+        (prepared.get("duplicates", 0), "duplicate", "(kept)"),
         (
             prepared.get("split_rows", 0),
-            f"conversations split into {count(prepared.get('split_parts', 0))} samples, because the template renders "
-            "earlier turns differently later on",
+            "conversation",
+            f"split into {counted(prepared.get('split_parts', 0), 'sample')}, because the template renders earlier "
+            "turns differently later on",
         ),
-        (
-            prepared.get("unsupervised_turns", 0),
-            "assistant turns left unsupervised (the template renders them otherwise)",
-        ),
-        (sum(manifest.skipped.values()), "rows skipped"),
+        (turns, "assistant turn", f"left unsupervised (the template renders {verb(turns, 'it', 'them')} otherwise)"),
+        (sum(manifest.skipped.values()), "row", "skipped"),
     ]
-    said = "; ".join(f"{count(number)} {what}" for number, what in notes if number)
+    said = "; ".join(f"{counted(number, noun)} {what}" for number, noun, what in notes if number)
     if said:
         yield "data", said
 
 
-def _bucket_table(buckets: Sequence[BucketPlan], tokens: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left")
-    for name in ("bucket", "tokens a sample", "samples", "tokens", "share", "batches"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for bucket in buckets:
-        table.add_row(
+def _bucket_table(buckets: Sequence[BucketPlan], tokens: int) -> Columns:
+    rows = [
+        (
             str(bucket.bucket),
             f"{bucket.lower + 1}-{bucket.upper}",
             count(bucket.samples),
@@ -138,7 +136,9 @@ def _bucket_table(buckets: Sequence[BucketPlan], tokens: int) -> Table:
             share(bucket.tokens / tokens),
             count(bucket.batches),
         )
-    return table
+        for bucket in buckets
+    ]
+    return Columns(("bucket", "tokens a sample", "samples", "tokens", "share", "batches"), rows)
 
 
 def _skipped(plan: ExtractionPlan) -> Iterator[RenderableType]:

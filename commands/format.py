@@ -1,12 +1,15 @@
-"""How numbers look to people: counts with separators, bytes in decimal units, times, shares, bars."""
+"""How numbers look to people: counts with separators, bytes in decimal units, times, shares, bars, tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.control import strip_control_codes
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+_GAP = 2
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -48,6 +51,46 @@ def facts(rows: Sequence[tuple[str, str]]) -> Table:
     table.add_column()
     for name, value in rows:
         table.add_row(name, Text(strip_control_codes(value)))
+    return table
+
+
+class Columns:
+    """Columns of numbers under their names, of which none is ever cut or wrapped.
+
+    On a narrow console those that don't fit come in a further block, beside the first column again.
+    """
+
+    def __init__(self, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._columns = list(zip(names, *rows, strict=True))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """As tables no wider than the console, unless a pair of columns is."""
+        first, *others = self._columns
+        blocks: list[list[tuple[str, ...]]] = []
+        room = 0
+        for column in others:
+            room -= _width(column)
+            if room < 0 or not blocks:
+                blocks.append([first])
+                room = options.max_width - _width(first) + _GAP - _width(column)
+            blocks[-1].append(column)
+        for number, block in enumerate(blocks):
+            if number:
+                yield ""
+            yield _block(block)
+
+
+def _width(column: tuple[str, ...]) -> int:
+    """Cells of a column with the gap behind it."""
+    return max(map(cell_len, column)) + _GAP
+
+
+def _block(columns: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP // 2), header_style="dim")
+    for name, *_ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in list(zip(*columns, strict=True))[1:]:
+        table.add_row(*row)
     return table
 
 

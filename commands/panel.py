@@ -11,6 +11,7 @@ from rich.text import Text
 from dflash_tool.commands.format import count, duration, facts, share, size, waits_text
 from dflash_tool.commands.redraw import show_live
 from dflash_tool.telemetry import ExtractSnapshot, ExtractTelemetry
+from dflash_tool.wording import counted
 
 
 def show_progress(telemetry: ExtractTelemetry, console: Console) -> AbstractContextManager[None]:
@@ -25,10 +26,10 @@ def plain_line(now: ExtractSnapshot) -> str:
         return f"{now.stage}{of}"
     eta = f", {duration(now.eta_seconds)} to go" if now.eta_seconds is not None else ""
     return (
-        f"{count(now.held_samples + now.samples)}/{count(now.samples_total)} samples, "
+        f"{count(now.held_samples + now.samples)}/{counted(now.samples_total, 'sample')}, "
         f"{now.tokens_per_second:,.0f} tokens/s, padding {share(now.padding)}, "
         f"in flight {size(now.inflight_bytes)} of {size(now.inflight_limit)}, "
-        f"{size(now.bytes_written)} in {count(now.shards)} shards{eta}"
+        f"{size(now.bytes_written)} in {counted(now.shards, 'shard')}{eta}"
     )
 
 
@@ -52,7 +53,7 @@ def extract_panel(now: ExtractSnapshot) -> RenderableType:
             ("samples", f"{count(now.held_samples + now.samples)} of {count(now.samples_total)}"),
             ("speed", f"{now.tokens_per_second:,.0f} tokens/s, padding {share(now.padding)}"),
             *_targets(now),
-            ("written", f"{size(now.bytes_written)}, {count(now.shards)} shards committed"),
+            ("written", f"{size(now.bytes_written)}, {counted(now.shards, 'shard')} committed"),
             (
                 "in flight",
                 f"{size(now.inflight_bytes)} of {size(now.inflight_limit)}, at most {size(now.peak_inflight)} so far",

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -20,8 +20,9 @@ def show_live(panel: Callable[[], RenderableType], line: Callable[[], str], cons
     done = threading.Event()
 
     def print_lines() -> None:
-        while not done.wait(_PLAIN_SECONDS):
-            console.print(line(), soft_wrap=True, highlight=False, markup=False)
+        with suppress(OSError):  # a log that can't be written is no reason to stop
+            while not done.wait(_PLAIN_SECONDS):
+                console.print(line(), soft_wrap=True, highlight=False, markup=False)
 
     printer = threading.Thread(target=print_lines, name="progress", daemon=True)
     printer.start()

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
-from dflash_tool.commands.format import bar, count, facts, share, size
+from dflash_tool.commands.format import Columns, bar, count, facts, share, size
 from dflash_tool.errors import StoreError
+from dflash_tool.wording import counted
 
 if TYPE_CHECKING:
     from dflash_tool.stats import StoreStats
@@ -51,33 +51,32 @@ def stats(
         if seen:
             console.print(stats_text(seen))
         if damage is not None:
-            console.print(_damage_text(damage))
+            console.print(_damage_text(damage, seen.at_work if seen else None))
     if damage:
         raise typer.Exit(1)
 
 
 def _verify(store: Path, messages: Console) -> "Iterator[Damage]":
-    from dflash_tool.store.verify import bytes_to_verify, verify
+    from dflash_tool.store.beside import verify_committed
+    from dflash_tool.store.verify import bytes_to_verify
 
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
         task = progress.add_task("verify", total=bytes_to_verify(store))
-        yield from verify(store, progress=lambda nbytes: progress.advance(task, nbytes))
+        yield from verify_committed(store, progress=lambda nbytes: progress.advance(task, nbytes))
 
 
 def stats_text(seen: "StoreStats") -> RenderableType:
-    """A store at a glance, for a terminal of 80 columns or more."""
+    """A store at a glance."""
     from dflash_tool.stats import target_padding
 
     manifest = seen.manifest
     target = manifest.target
-    state = (
-        "complete" if manifest.complete else f"unfinished: {count(seen.samples)} of {count(manifest.samples)} samples"
-    )
     rows = [
         (
             "target",
-            f"{target.name} ({target.model_type}, {target.num_layers} layers, hidden size {target.hidden_size})",
+            f"{target.name} ({target.model_type}, {counted(target.num_layers, 'layer')}, "
+            f"hidden size {target.hidden_size})",
         ),
         (
             "layers",
@@ -85,13 +84,13 @@ def stats_text(seen: "StoreStats") -> RenderableType:
         ),
         (
             "samples",
-            f"{count(seen.samples)} with {count(seen.tokens)} tokens, "
+            f"{count(seen.samples)} with {counted(seen.tokens, 'token')}, "
             f"{share(seen.supervised_tokens / max(seen.tokens, 1))} supervised",
         ),
         ("lengths", ", ".join(f"p{p} {count(value)}" for p, value in seen.percentiles.items()) or "none yet"),
         (
             "on disk",
-            f"{size(seen.shard_bytes)} in {count(seen.shards)} shards, "
+            f"{size(seen.shard_bytes)} in {counted(seen.shards, 'shard')}, "
             f"{share(seen.overhead_bytes / max(seen.shard_bytes, 1), 2)} of it no real rows; "
             f"{size(seen.other_bytes)} beside them",
         ),
@@ -112,9 +111,9 @@ def stats_text(seen: "StoreStats") -> RenderableType:
     if skipped:
         rows.append(("skipped", skipped))
     if manifest.quarantined:
-        rows.append(("quarantined", f"{count(len(manifest.quarantined))} samples with NaN or Inf states"))
+        rows.append(("quarantined", f"{counted(len(manifest.quarantined), 'sample')} with NaN or Inf states"))
     return Group(
-        Text.assemble((str(seen.store), "bold"), f"  {state}"),
+        Text.assemble((str(seen.store), "bold"), f"  {_state(seen)}"),
         facts(rows),
         "",
         _buckets(seen),
@@ -123,17 +122,27 @@ def stats_text(seen: "StoreStats") -> RenderableType:
     )
 
 
-def _buckets(seen: "StoreStats") -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("bucket", "length", "samples", "tokens", "share", "if padded", "shards"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for b in seen.buckets:
-        samples = count(b.samples) if b.samples == b.planned else f"{count(b.samples)}/{count(b.planned)}"
-        table.add_row(
-            str(b.bucket), f"{b.lower + 1}-{b.upper}", samples, count(b.tokens), share(b.token_share),
-            f"{share(b.padded_share)} lost", count(b.shards),
-        )  # fmt: skip
-    return table
+def _state(seen: "StoreStats") -> str:
+    if seen.manifest.complete:
+        return "complete" + (f"; at work on it is {seen.at_work}" if seen.at_work else "")
+    so_far = f"{count(seen.samples)} of {counted(seen.manifest.samples, 'sample')}"
+    return f"{so_far} so far, being written by {seen.at_work}" if seen.at_work else f"unfinished: {so_far}"
+
+
+def _buckets(seen: "StoreStats") -> Columns:
+    rows = [
+        (
+            str(b.bucket),
+            f"{b.lower + 1}-{b.upper}",
+            count(b.samples) if b.samples == b.planned else f"{count(b.samples)}/{count(b.planned)}",
+            count(b.tokens),
+            share(b.token_share),
+            f"{share(b.padded_share)} lost",
+            count(b.shards),
+        )
+        for b in seen.buckets
+    ]
+    return Columns(("bucket", "length", "samples", "tokens", "share", "if padded", "shards"), rows)
 
 
 def _histogram(seen: "StoreStats") -> Iterator[Text]:
@@ -148,10 +157,13 @@ def _histogram(seen: "StoreStats") -> Iterator[Text]:
         yield Text.assemble(f"{span:>{width}}  ", (drawn, "cyan"), f"{' ' if drawn else ''}{count(samples)}")
 
 
-def _damage_text(damage: "list[Damage]") -> RenderableType:
+def _damage_text(damage: "list[Damage]", at_work: str | None) -> RenderableType:
     if not damage:
-        return Text("Verified: every byte is as it was written.", style="green")
-    lines = [Text(f"Damaged: {count(len(damage))} finding{'s' if len(damage) > 1 else ''}", style="bold red")]
+        text = "Verified: every byte is as it was written."
+        if at_work:
+            text = f"Verified: every committed byte is as it was written; {at_work}, goes on writing."
+        return Text(text, style="green")
+    lines = [Text(f"Damaged: {counted(len(damage), 'finding')}", style="bold red")]
     lines += [Text(f"  {found.kind}: {found.path}: {found.detail}") for found in damage]
     lines.append(Text("Run the `dflash extract` that made it again with --verify: it makes what is damaged anew."))
     return Group(*lines)

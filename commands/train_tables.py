@@ -43,7 +43,8 @@ def train_panel(now: TrainSnapshot) -> RenderableType:
     head.add_column(ratio=1)
     head.add_column(justify="right", no_wrap=True)
     to_go = f"{duration(now.eta_seconds)} to go" if now.eta_seconds is not None else "…"
-    head.add_row(ProgressBar(total=now.total_steps, completed=now.step), f"{now.step}/{now.total_steps} · {to_go}")
+    steps = f"{count(now.step)}/{count(now.total_steps)}"
+    head.add_row(ProgressBar(total=now.total_steps, completed=now.step), f"{steps} · {to_go}")
     spent = sum(now.spent.values()) or 1.0
     rows = [
         ("loss", _spark([value for _, value in now.losses]) + (f" {now.loss:.3f}" if now.loss is not None else "")),

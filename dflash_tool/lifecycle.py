@@ -41,6 +41,7 @@ from dflash_tool.store.samples import Samples
 from dflash_tool.store.scan import scan
 from dflash_tool.store.verify import bytes_to_verify, verify
 from dflash_tool.telemetry import ExtractTelemetry
+from dflash_tool.wording import counted, verb
 
 # Settings that samples.arrow depends on; with these equal it is used as it is.
 _PREPARED_BY = {
@@ -258,9 +259,9 @@ def check_quarantine(plan: ExtractionPlan, quarantined: Sequence[int]) -> None:
     if len(quarantined) > allowed * len(plan.samples):
         named = ", ".join(plan.samples.source(row) for row in quarantined[:3])
         raise DflashError(
-            f"{len(quarantined)} samples have NaN or Inf hidden states, more than --max-bad allows ({allowed:g} of "
-            f"{len(plan.samples)}); the first: {named}. Try another --dtype or --store-dtype (float16 overflows at "
-            "65504), or look at those samples"
+            f"{counted(len(quarantined), 'sample')} {verb(len(quarantined), 'has', 'have')} NaN or Inf hidden states, "
+            f"more than --max-bad allows ({allowed:g} of {len(plan.samples)}); the first: {named}. Try another --dtype "
+            "or --store-dtype (float16 overflows at 65504), or look at what these hold"
         )
 
 
@@ -270,8 +271,8 @@ def complete(plan: ExtractionPlan, run: RunSummary, quarantined: Sequence[int]) 
     committed = len(read_index(root, plan.manifest.layers))
     if committed + len(quarantined) != len(samples):
         raise StoreError(
-            f"{root}: {committed} samples are committed and {len(quarantined)} quarantined, {len(samples)} were "
-            "planned: the store was changed while this ran; run the same command again"
+            f"{root}: {counted(committed, 'sample')} committed and {len(quarantined):,} quarantined, "
+            f"but {len(samples):,} planned: the store was changed while this ran; run the same command again"
         )
     check_quarantine(plan, quarantined)
     ids = tuple(sorted(samples.sample_id(row).hex() for row in quarantined))

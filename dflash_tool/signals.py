@@ -25,9 +25,14 @@ _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 class StopSignals:
-    """A context in which SIGINT and SIGTERM end the run in order (only in the main thread; elsewhere no effect)."""
+    """A context in which SIGINT and SIGTERM end the run in order (only in the main thread; elsewhere no effect).
 
-    def __init__(self) -> None:
+    remedy: what the message says after "stopped by ...". `stopped`: what was raised, where others may swallow it.
+    """
+
+    def __init__(self, remedy: str = "Run the same command to go on.") -> None:
+        self.stopped: Interrupted | None = None
+        self._remedy = remedy
         self._before: dict[int, Any] = {}
         self._abort: Callable[[BaseException], None] | None = None
 
@@ -74,6 +79,7 @@ class StopSignals:
             signal.signal(each, signal.SIG_DFL)
         stopped = f"stopped by {_NAMES[signal.Signals(signum)]}."
         if self._abort is None:
-            raise Interrupted(f"{stopped} Run the same command to go on.", signum)
+            self.stopped = Interrupted(f"{stopped} {self._remedy}".rstrip(), signum)
+            raise self.stopped
         error = Interrupted(stopped, signum)
         threading.Thread(target=self._abort, args=(error,), name="stop", daemon=True).start()

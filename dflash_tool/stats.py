@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_tool.errors import StoreError
 from dflash_tool.schemas.manifest import Manifest
-from dflash_tool.store.layout import HEAD, index_path, shard_path
+from dflash_tool.store.files import bytes_of
+from dflash_tool.store.layout import HEAD, MANIFEST, index_path, shard_path
+from dflash_tool.store.lock import run_at_work
 from dflash_tool.store.manifest import read_manifest
 from dflash_tool.store.recover import read_index
 from dflash_tool.store.samples import Samples
@@ -38,11 +41,13 @@ class BucketStats:
 class StoreStats:
     """A store at a glance. Bytes under `shards/` are `shard_bytes`; `overhead_bytes` of them are no real rows.
 
-    histogram: (first length, last length, committed samples) of logarithmic bins.
+    at_work: the run that is writing to it, in words. histogram: (first length, last length, committed samples) of
+    logarithmic bins.
     """
 
     store: Path
     manifest: Manifest
+    at_work: str | None
     samples: int
     tokens: int
     supervised_tokens: int
@@ -60,6 +65,7 @@ class StoreStats:
         return {
             "store": str(self.store),
             "complete": manifest.complete,
+            "at_work": self.at_work,
             "samples": self.samples,
             "planned_samples": manifest.samples,
             "tokens": self.tokens,
@@ -91,7 +97,10 @@ def target_padding(manifest: Manifest) -> float:
 
 
 def store_stats(root: Path) -> StoreStats:
-    """Count what is committed. Raises StoreError for what is no store, or one too damaged to count."""
+    """Count what is committed. Raises StoreError for what is no store (yet), or one too damaged to count."""
+    at_work = run_at_work(root)
+    if at_work and not (root / MANIFEST).exists():
+        raise StoreError(f"{root}: {at_work}, is still preparing it: nothing is committed yet; look again later")
     manifest = read_manifest(root)
     samples = Samples.open(root)
     index = read_index(root, manifest.layers)
@@ -103,15 +112,16 @@ def store_stats(root: Path) -> StoreStats:
     return StoreStats(
         store=root,
         manifest=manifest,
+        at_work=at_work,
         samples=len(index),
         tokens=tokens,
         supervised_tokens=int(samples.supervised[held].astype(np.int64).sum()),
         shards=len(index.shards),
         shard_bytes=shard_bytes,
         overhead_bytes=shard_bytes - tokens * manifest.row_bytes,
-        other_bytes=sum(index_path(root, name).stat().st_size for name in index.shards)
+        other_bytes=bytes_of(index_path(root, name) for name in index.shards)
         + _tree_bytes(root / HEAD)
-        + samples.path.stat().st_size,
+        + bytes_of([samples.path]),
         buckets=_by_bucket(manifest, samples, held, shard_buckets),
         histogram=_histogram(lengths),
         percentiles={p: int(np.percentile(lengths, p)) for p in (0, 10, 50, 90, 99, 100)} if len(lengths) else {},
@@ -159,4 +169,4 @@ def _histogram(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 def _tree_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return bytes_of(path for path in folder.rglob("*") if path.is_file())

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_tool.errors import ConfigError, DataError
+from dflash_tool.wording import counted, verb
 
 Int64s = NDArray[np.int64]
 
@@ -122,10 +123,10 @@ def assign_buckets(lengths: Int64s, edges: Sequence[int]) -> Int64s:
     over = np.flatnonzero(buckets == checked.size)
     if over.size:
         raise ConfigError(
-            f"bucket edges: the last one is {checked[-1]} tokens, but {over.size} of {lengths.size} samples "
-            f"are longer (the longest has {lengths.max()}, the first is sample {over[0]}, counted from 0, "
-            f"with {lengths[over[0]]}); raise the last edge to {lengths.max()}, or set a maximum length of "
-            f"{checked[-1]}"
+            f"bucket edges: the last one is {checked[-1]} tokens, but {over.size} of {counted(lengths.size, 'sample')} "
+            f"{verb(over.size, 'is', 'are')} longer (the longest has {lengths.max()}, the first is sample {over[0]}, "
+            f"counted from 0, with {lengths[over[0]]}); raise the last edge to {lengths.max()}, or set a maximum "
+            f"length of {checked[-1]}"
         )
     return buckets
 

@@ -30,6 +30,9 @@ class Yield(NamedTuple):
         return Yield(self.tokens + other.tokens, self.forwards + other.forwards)
 
 
+NOTHING = Yield(0, 0)
+
+
 def accepted_lengths(correct: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Accepted drafts `[N]` of each block: right slots before the first wrong one.
 

@@ -219,6 +219,21 @@ def check_target_layers(layers: Sequence[int], num_target_layers: int) -> None:
         raise ConfigError(f"--aux-layers: {', '.join(map(str, layers))}: name each layer once, in ascending order")
 
 
+def other_target(settings: DrafterConfig, target: Any) -> list[str]:
+    """In what a drafter doesn't fit a target (its transformers config), in words; empty if it does."""
+    text = target.get_text_config(decoder=True)
+    pairs = [
+        ("hidden size", settings.hidden_size, text.hidden_size),
+        ("vocabulary", settings.vocab_size, text.vocab_size),
+        ("number of target layers", settings.num_target_layers, text.num_hidden_layers),
+    ]
+    wrong = [f"{name}: the drafter says {ours}, the target {theirs}" for name, ours, theirs in pairs if ours != theirs]
+    last = text.num_hidden_layers - 1
+    if beyond := [layer for layer in settings.target_layer_ids if layer >= last]:
+        wrong.append(f"target_layer_ids: {', '.join(map(str, beyond))} out of range, the target allows 0..{last - 1}")
+    return wrong
+
+
 def _int(config: Any, name: str) -> int | None:
     """A whole positive number of a config; None for anything else (some families keep a list, one a layer)."""
     value = getattr(config, name, None)

@@ -31,6 +31,7 @@ _NEUTRAL: dict[str, Any] = {
     "final_logit_softcapping": None,
     "markov_rank": 0,
 }
+_LARGEST = 1 << 24  # of any size in a config
 _SIZES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -41,7 +42,6 @@ _SIZES = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_position_embeddings",
     "num_target_layers": "num_target_layers",
-    "rms_norm_eps": "rms_norm_eps",
 }
 
 
@@ -74,7 +74,7 @@ def load_drafter(
     settings = read_drafter_config(folder)
     with torch.device("meta"):
         model = DFlashDraftModel(settings)
-    tensors = _tensors(folder / "model.safetensors", model.state_dict())
+    tensors = _tensors(folder / "model.safetensors", model.state_dict(), settings)
     model.load_state_dict(tensors, assign=True)
     model.rope = Rope(model.config)
     return model.to(device=device, dtype=dtype).eval()
@@ -86,46 +86,77 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     try:
         raw = json.loads(file.read_text())
         inner = dict(raw.get("dflash_config") or {})
+        _refuse_other_kinds(file, raw, inner)
+        return _settings(file, raw, inner)
     except FileNotFoundError as error:
-        raise DflashError(f"no drafter in {folder}: there is no config.json") from error
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        run = f" (this is a run: its drafter is {folder / 'checkpoints' / 'best'})"
+        hint = run if (folder / "checkpoints").is_dir() else ""
+        raise DflashError(f"no drafter in {folder}: there is no config.json{hint}") from error
+    except ConfigError as error:
+        raise DflashError(f"{file} describes no drafter that can be served: {str(error).removeprefix('--')}") from error
+    except (OSError, ValueError, AttributeError, TypeError, ZeroDivisionError) as error:
         raise DflashError(f"{file} can't be read as a drafter's config: {error}") from error
-    _refuse_other_kinds(file, raw, inner)
+
+
+def _settings(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any]) -> DrafterConfig:
     ids = _either(file, raw, inner, "target_layer_ids")
     if missing := [name for name in _SIZES.values() if name not in raw]:
         raise DflashError(f"{file} lacks {', '.join(missing)}: not a drafter in z-lab's layout")
+    block_size, mask_token = (_either(file, raw, inner, name) for name in ("block_size", "mask_token_id"))
+    sizes = {name: raw[name] for name in _SIZES.values()} | {"block_size": block_size}
+    odd = [
+        f"{name} = {value!r}" for name, value in sizes.items() if type(value) is not int or not 1 <= value <= _LARGEST
+    ]
+    odd += [
+        f"{name} = {value!r}" for name, value in (("mask_token_id", mask_token), *_each(ids)) if type(value) is not int
+    ]
+    if odd:
+        raise DflashError(f"{file} says {', '.join(odd)}: expected a whole number, 1 or more (of block_size: 2)")
+    small = {"rms_norm_eps": raw.get("rms_norm_eps"), "initializer_range": raw.get("initializer_range", 0.02)}
+    if odd := [
+        f"{name} = {value!r}" for name, value in small.items() if type(value) is not float or not 0 <= value < 1
+    ]:
+        raise DflashError(f"{file} says {', '.join(odd)}: expected a small number, such as 1e-6 or 0.02")
     rope, notes = drafter_rope(SimpleNamespace(**raw))
     if notes:
         raise DflashError(f"{file}: its rope can't be served: {'; '.join(notes)}")
-    try:
-        return DrafterConfig(
-            **{field: raw[name] for field, name in _SIZES.items()},
-            rope=rope,
-            initializer_range=raw.get("initializer_range", 0.02),
-            target_layer_ids=tuple(ids),
-            block_size=_either(file, raw, inner, "block_size"),
-            mask_token_id=_either(file, raw, inner, "mask_token_id"),
+    if (theta := raw.get("rope_theta")) is not None and theta != rope["rope_theta"]:
+        raise DflashError(
+            f"{file} says rope_theta = {theta} at its top level and {rope['rope_theta']:g} in rope_parameters; "
+            "engines would differ: mend it"
         )
-    except (ConfigError, TypeError, ZeroDivisionError) as error:
-        raise DflashError(f"{file} describes no drafter that can be served: {error}") from error
+    return DrafterConfig(
+        **{field: raw[name] for field, name in _SIZES.items()},
+        **small,
+        rope=rope,
+        target_layer_ids=tuple(ids),
+        block_size=block_size,
+        mask_token_id=mask_token,
+    )
+
+
+def _each(ids: Any) -> list[tuple[str, Any]]:
+    return [("a target_layer_id", layer) for layer in ids]
 
 
 def _refuse_other_kinds(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
     """Raise DflashError for a drafter that this model would run differently from how it was trained."""
     kinds = raw.get("architectures") or []
+    shifted = "slot 0 predicts the token after the anchor, one position further than DFlash's, so its drafts would all "
     if any("DSpark" in kind for kind in kinds) or "markov_rank" in raw:
         raise DflashError(
-            f"{file}: {', '.join(kinds) or 'a drafter with markov_rank'} is one of DeepSpec's: its slot 0 predicts the "
-            "token after the anchor, one position further than DFlash's, so its drafts would all be off by one; it "
-            "can't be used here"
+            f"{file}: {', '.join(kinds) or 'a drafter with markov_rank'} is one of DeepSpec's: its {shifted}be off by "
+            "one; it can't be used here"
         )
+    if raw.get("sample_from_anchor") or inner.get("sample_from_anchor"):
+        raise DflashError(f"{file}: sample_from_anchor is on: its {shifted}be off by one; it can't be used here")
     if kinds and kinds != ["DFlashDraftModel"]:
         raise DflashError(f"{file}: architecture {', '.join(kinds)}, expected DFlashDraftModel; it can't be used here")
     if raw.get("model_type", "qwen3") != "qwen3":
         raise DflashError(f"{file}: model_type {raw['model_type']!r}, expected qwen3; it can't be used here")
     for name, neutral in _NEUTRAL.items():
         for where in (raw, inner):
-            if where.get(name, neutral) not in {neutral, None}:
+            if where.get(name) is not None and where[name] != neutral:
                 raise DflashError(f"{file}: {name} = {where[name]!r} is not supported, only {neutral!r}")
     windows = set(raw.get("layer_types") or []) - {"full_attention"}
     if windows or (raw.get("use_sliding_window") and raw.get("sliding_window")):
@@ -145,24 +176,29 @@ def _either(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any], name: 
     return found[0]
 
 
-def _tensors(file: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _tensors(file: Path, expected: Mapping[str, Tensor], settings: DrafterConfig) -> dict[str, Tensor]:
     """The tensors of a file, which must be exactly those expected, of the same shapes and one floating dtype."""
     try:
         with safe_open(file, "pt") as stored:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError) as error:
         raise DflashError(f"{file} can't be read: {error}; write or download the drafter again") from error
-    wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
-    wrong += [f"{name} is unknown" for name in tensors.keys() - expected.keys()]
+    wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
+    wrong += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
     wrong += [
         f"{name} is {list(tensors[name].shape)}, expected {list(value.shape)}"
         for name, value in expected.items()
         if name in tensors and tensors[name].shape != value.shape
     ]
+    fc, named = tensors.get("fc.weight"), len(settings.target_layer_ids)
+    if fc is not None and fc.ndim == 2 and fc.shape[1] not in {0, named * settings.hidden_size}:
+        wrong.insert(
+            0, f"target_layer_ids names {named} layers, fc.weight takes {fc.shape[1] / settings.hidden_size:g}"
+        )
     if wrong:
         more = f", and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise DflashError(
-            f"{file} doesn't hold the {len(expected)} tensors of its config.json: {', '.join(sorted(wrong)[:4])}{more}"
+            f"{file} doesn't hold the {len(expected)} tensors of its config.json: {', '.join(wrong[:4])}{more}"
         )
     if len(kinds := {value.dtype for value in tensors.values()}) > 1 or not all(
         kind.is_floating_point for kind in kinds

@@ -1,5 +1,6 @@
 """The target's embedding and LM head, frozen, from a store's `head/` folder: training needs no target."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -72,13 +73,21 @@ def load_head(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.
     embedding, weight = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     if embedding is None or (weight is not None and weight.shape != embedding.shape):
         raise StoreError(f"{file} is no target's head: it holds {', '.join(sorted(tensors)) or 'nothing'}")
+    return make_head(tensors, device=device, dtype=dtype)
+
+
+def make_head(
+    tensors: Mapping[str, Tensor], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> TargetHead:
+    """A head of the tensors that a store's `head/` holds, or that `target.head_tensors` finds in a loaded target."""
+    embedding, weight = tensors["embed_tokens.weight"], tensors.get("lm_head.weight")
     scale = tensors.get("embed_tokens.scale")
     if scale is not None:  # a tied head is the embedding without its scale
         weight = embedding if weight is None else weight
         embedding = embedding * scale.to(embedding.dtype)
 
     def place(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device=device, dtype=dtype)
+        return None if tensor is None else tensor.detach().to(device=device, dtype=dtype)
 
     placed = place(embedding)
     assert placed is not None

@@ -30,6 +30,7 @@ from dflash_tool.store.lock import RunLock
 from dflash_tool.store.manifest import check_same_settings, read_manifest
 from dflash_tool.store.recover import read_index
 from dflash_tool.telemetry import ExtractTelemetry
+from dflash_tool.wording import counted, verb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,9 @@ def plan(config: ExtractConfig, telemetry: ExtractTelemetry | None = None) -> Ex
         held = len(read_index(config.out, earlier.layers)) if earlier else 0
         if earlier and (held or earlier.complete):
             check_same_settings(config.out, earlier, made.manifest)
-            made.warnings.append(f"{held:,} of {len(samples):,} samples are in {config.out} already")
+            made.warnings.append(
+                f"{held:,} of {counted(len(samples), 'sample')} {verb(held, 'is', 'are')} in {config.out} already"
+            )
         if not held:
             check_room(config.out, made.disk.total)
         return made

@@ -26,6 +26,7 @@ from dflash_tool.store.writer import ShardWriter
 from dflash_tool.target import TargetModel
 from dflash_tool.telemetry import ExtractTelemetry, Gauges
 from dflash_tool.window import InflightWindow
+from dflash_tool.wording import counted, verb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,8 @@ def run_extraction(
         if isinstance(error, Interrupted):
             kept = len(held_rows) + writer.counters.samples_committed
             raise Interrupted(
-                f"{error} {kept:,} of {len(rows):,} samples are committed; run the same command to go on.",
+                f"{error} {kept:,} of {counted(len(rows), 'sample')} {verb(kept, 'is', 'are')} committed; "
+                "run the same command to go on.",
                 error.exit_code - 128,
             ) from None
         raise

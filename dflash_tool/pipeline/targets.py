@@ -14,6 +14,7 @@ from dflash_tool.store.files import disk_errors, fsync_path
 from dflash_tool.store.layout import HEAD
 from dflash_tool.target import TargetModel
 from dflash_tool.telemetry import ExtractTelemetry
+from dflash_tool.wording import counted
 
 
 def load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head: bool) -> dict[str, TargetModel]:
@@ -57,7 +58,8 @@ def target_notes(targets: dict[str, TargetModel]) -> Iterator[str]:
     """What the user should know of how they ran."""
     for name, target in targets.items():
         if target.halvings:
-            yield f"{name} ran out of memory and cut a batch in two {target.halvings} times: lower --batch-tokens"
+            times = counted(target.halvings, "time")
+            yield f"{name} ran out of memory and cut a batch in two {times}: lower --batch-tokens"
     if any(target.masked for target in targets.values()):
         yield "this target's attention looks ahead: a drafter trained on its states would see what it is to predict"
 

@@ -28,6 +28,7 @@ from dflash_tool.store.reader import HiddenStore
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer import Checkpoint, Checkpoints, DrafterTrainLoop, GradientSum, Validator
 from dflash_tool.window import default_limit
+from dflash_tool.wording import counted
 
 SETTINGS = "train.yaml"
 
@@ -96,7 +97,8 @@ def open_run(
     manifest = store.manifest
     if source_of is None and not manifest.complete:
         raise StoreError(
-            f"the store {config.store} is unfinished ({int(store.committed.sum()):,} of {manifest.samples:,} samples): "
+            f"the store {config.store} is unfinished "
+            f"({int(store.committed.sum()):,} of {counted(manifest.samples, 'sample')}): "
             "run the `dflash extract` that made it again to finish it"
         )
     start = read_drafter_config(config.init_from) if config.init_from is not None else None

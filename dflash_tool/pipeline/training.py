@@ -30,6 +30,7 @@ from dflash_tool.trainer.board import board, check_board
 from dflash_tool.trainer.metrics import Write
 from dflash_tool.trainer.timing import bottleneck
 from dflash_tool.trainer.validate import bigram_yield
+from dflash_tool.wording import counted
 
 _PACKAGES = ("dflash-tool", "torch", "transformers", "numpy")
 
@@ -211,8 +212,8 @@ def _result(run: TrainRun, log: TrainLog, begun_at: int) -> TrainResult:
         ).tau
     if run.loop.group.halvings:
         run.notes.append(
-            f"a microbatch did not fit the memory and was cut in two, {run.loop.group.halvings} times: lower "
-            "--microbatch-tokens"
+            "a microbatch did not fit the memory and was cut in two, "
+            f"{counted(run.loop.group.halvings, 'time')}: lower --microbatch-tokens"
         )
     return TrainResult(
         run=run.config.out,

@@ -61,7 +61,7 @@ def _message(turn: Any, number: int) -> Message:
     else:
         name, raw = turn["from"], turn.get("value")
         role = SHAREGPT_ROLES.get(name.lower()) if isinstance(name, str) else None
-        known, extra = role is not None, {}
+        known, extra = role is not None, {key: turn[key] for key in turn if key == "tool_calls"}
         role = role or name
     if not known:
         raise BadRow(Reason.UNKNOWN_ROLE, f"{where} has role {short(role)}")

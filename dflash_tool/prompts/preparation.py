@@ -25,6 +25,7 @@ from dflash_tool.prompts.render import ChatTemplate, RenderedText
 from dflash_tool.prompts.rows import Row, TextRow, TokenRow, read_rows
 from dflash_tool.prompts.samples import PrepareOptions, Sample, SampleMaker, record_batch
 from dflash_tool.prompts.tokenise import Encoder
+from dflash_tool.wording import counted
 
 _CHUNK_ROWS = 256
 _CHUNK_CHARACTERS = 4 << 20
@@ -190,4 +191,4 @@ class Preparation:
         if not self.stats.rows:
             return f"{names}: nothing to do: no rows in the data"
         reasons = "; ".join(self.stats.describe_skipped())
-        return f"{names}: nothing to do: none of {self.stats.rows} rows gives a sample: {reasons}"
+        return f"{names}: nothing to do: none of {counted(self.stats.rows, 'row')} gives a sample: {reasons}"

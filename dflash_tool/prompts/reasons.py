@@ -20,6 +20,7 @@ class Reason(StrEnum):
     NO_ANSWER = "no assistant turn"
     NOT_UNICODE = "not valid Unicode"
     TEMPLATE_REFUSED = "template refused"
+    CALL_LEFT_OUT = "tool call left out by the template"
     PROMPT_DIFFERS = "generation prompt differs"
     NOT_A_LIST = "not a list"
     EMPTY = "empty"

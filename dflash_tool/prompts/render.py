@@ -10,7 +10,10 @@ If every R_i is the beginning of the whole conversation's render, the conversati
 (Qwen3's own template removes the thinking of earlier turns, so what the model said isn't what it sees
 later) every turn is a sample R_i of its own, with that turn supervised.
 
-Cost: two renders a turn, so quadratic in the turns of a conversation.
+A turn's tool calls must be in R_i, each of them: one that can be taken away without changing R_i was left out by
+the template, and what is left of the answer (often nothing) isn't what the model said. Such a row is skipped.
+
+Cost: two renders a turn and one a tool call, so quadratic in the turns of a conversation.
 """
 
 import re
@@ -22,7 +25,7 @@ import jinja2
 
 from dflash_tool.errors import TargetError
 from dflash_tool.prompts.messages import Message
-from dflash_tool.prompts.reasons import Reason, Skipped
+from dflash_tool.prompts.reasons import Reason, Skipped, short
 from dflash_tool.prompts.rows import ChatRow, TextRow
 from dflash_tool.prompts.tokenise import Span, half_character
 from dflash_tool.prompts.tokenizer import check_template_args, first_line
@@ -110,6 +113,9 @@ class ChatTemplate:
         if not answers:
             return RenderedChat((Skipped(row.source, Reason.NO_ANSWER),))
         turns = [self._turn(row, index) for index in answers]
+        for index, turn in zip(answers, turns, strict=True):
+            if lost := self._lost_call(row, index, turn.text):
+                return RenderedChat((lost,))
         whole = turns[-1]
         if not whole.text and whole.fault is not None:
             return RenderedChat((whole.fault,))
@@ -141,6 +147,23 @@ class ChatTemplate:
         if not self._template(row.tools)[1]:
             marks = ((len(prompt), self._end_of_turn(text, len(prompt))),)
         return _Turn(text, marks, len(prompt))
+
+    def _lost_call(self, row: ChatRow, index: int, text: str) -> Skipped | None:
+        """The first tool call of a turn that isn't in R_i, its `text` (empty if the template refused it)."""
+        calls = row.messages[index].get("tool_calls")
+        calls = calls if isinstance(calls, list) else [calls] if calls else []
+        for place, call in enumerate(calls if text else []):
+            without = {**row.messages[index], "tool_calls": calls[:place] + calls[place + 1 :]}
+            try:
+                same = self._render([*row.messages[:index], without], row.tools)[0] == text
+            except _Refused:
+                continue  # it looks at the calls
+            if same:
+                detail = (
+                    f"message {index + 1} calls {_called(call)}; give a template that renders calls, --chat-template"
+                )
+                return Skipped(row.source, Reason.CALL_LEFT_OUT, detail)
+        return None
 
     def _together(self, source: str, turns: Sequence[_Turn]) -> RenderedText | Skipped:
         """All turns in one sample: the last turn's text, every turn's span."""
@@ -232,6 +255,12 @@ def _alone(source: str, turn: _Turn) -> RenderedText | Skipped:
     if turn.fault is not None:
         return turn.fault
     return RenderedText(source, turn.text, tuple(_clip(turn.marks, turn.prompt, len(turn.text))))
+
+
+def _called(call: Any) -> str:
+    """What a tool call calls, for people."""
+    function = call.get("function", call) if isinstance(call, dict) else call
+    return short(function.get("name") if isinstance(function, dict) else function)
 
 
 def _in_parts(message: Message) -> Message:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dflash_tool.prompts.reasons import Reason, Skipped
 from dflash_tool.schemas.arrow import SAMPLES_SCHEMA, content_hash, make_sample_id
+from dflash_tool.wording import counted
 
 # samples.arrow without its bucket, which is known once all lengths are.
 PREPARED_SCHEMA = pa.schema([column for column in SAMPLES_SCHEMA if column.name != "bucket"])
@@ -84,7 +85,7 @@ class SampleMaker:
         if options.mask_token_id is not None and bool((ids == options.mask_token_id).any()):
             return Reason.MASK_TOKEN, f"id {options.mask_token_id}, reserved for the drafter's slots"
         if not has_anchor(mask):
-            return Reason.NO_ANCHOR, f"{int(mask.sum())} of {len(ids)} tokens supervised, no two in a row"
+            return Reason.NO_ANCHOR, f"{int(mask.sum())} of {counted(len(ids), 'token')} supervised, no two in a row"
         return None
 
 

@@ -26,6 +26,7 @@ from typing import Generic
 
 from dflash_tool.queue.policy import BucketPolicy, Item, T
 from dflash_tool.window import Sleeper
+from dflash_tool.wording import counted
 
 
 class QueueClosed(Exception):  # noqa: N818 - not a fault, and nothing a user should meet
@@ -274,7 +275,7 @@ class BucketedHSQueue(Generic[T]):
     def _ending(self, call: str) -> BaseException:
         if self._error is not None:
             return self._error
-        left = f"{len(self._policy)} items left" if len(self._policy) else "nothing left"
+        left = f"{counted(len(self._policy), 'item')} left" if len(self._policy) else "nothing left"
         return QueueClosed(f"hidden-state queue: {call} on a closed queue ({left})")
 
     def _give_up_put(self, waiter: _Waiter[T]) -> None:

@@ -22,6 +22,7 @@ from dflash_tool.schemas.arrow import SAMPLE_ID_BYTES, index_schema
 from dflash_tool.schemas.config import LayerId
 from dflash_tool.store.files import disk_errors, read_regular
 from dflash_tool.store.layout import ShardName, index_path, shard_path
+from dflash_tool.wording import counted, verb
 
 _ID_TYPE = pa.binary(SAMPLE_ID_BYTES)
 _INDEX_HASH = "dflash_index_xxh3"
@@ -188,8 +189,8 @@ def _refuse_duplicates(index: CommittedIndex) -> None:
         one, other = (index.shards[index.shard[i]] for i in (original, again))
         raise StoreError(
             f"sample {index.sample_ids[again].as_py().hex()} is in shard {one} and again in {other} "
-            f"({len(repeated):,} samples are there twice); each must be there once: remove "
-            f"index/{other}.parquet and shards/{other}.zarr, then run extract again"
+            f"({counted(len(repeated), 'sample')} in all {verb(len(repeated), 'is', 'are')} there twice); "
+            f"each must be there once: remove index/{other}.parquet and shards/{other}.zarr, then run extract again"
         )
 
 

@@ -8,6 +8,8 @@ file's), so clocks that differ do no harm.
 On one machine, newcomers are kept apart by `flock` on the store's folder. Across machines creation is
 exclusive, and a take-over moves the old file aside and looks at what it got; should two still cross there,
 the loser's next heartbeat finds another name in the file, and `check` raises.
+
+Readers take no lock: `run_at_work` tells them whether what they find unfinished is still in the making.
 """
 
 import fcntl
@@ -16,6 +18,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -27,6 +30,9 @@ from dflash_tool.errors import StoreError
 from dflash_tool.store.files import TEMP_PREFIX, disk_errors, write_all
 
 LOCK = "lock.json"
+STALE_AFTER = 60.0
+"""Seconds without a sign of life after which another machine's lock counts as dead."""
+_UNKNOWN = "a run that can't be told from its lock file"
 _LIMIT_BYTES = 1 << 16
 
 
@@ -40,14 +46,14 @@ class Holder(NamedTuple):
     started: str  # the process's start time in the kernel's ticks
     since: str
 
+    def __str__(self) -> str:
+        return f"run {self.run_id} on {self.host}, pid {self.pid}, since {self.since}"
+
 
 class RunLock:
-    """The right to write to a store, as a context manager; raises `StoreError` where another run has it.
+    """The right to write to a store, as a context manager; raises `StoreError` where another run has it."""
 
-    stale_after: seconds without a sign of life after which another machine's lock counts as dead.
-    """
-
-    def __init__(self, root: Path, *, stale_after: float = 60.0, beat_every: float = 5.0) -> None:
+    def __init__(self, root: Path, *, stale_after: float = STALE_AFTER, beat_every: float = 5.0) -> None:
         self.path = root / LOCK
         self.lost = False
         self._root = root
@@ -134,14 +140,8 @@ class RunLock:
         except FileNotFoundError:
             return  # released just now
         holder = _holder_of(content)
-        if holder is not None and holder.machine and holder.machine == self.holder.machine:
-            dead = process_start(holder.pid) != holder.started
-            how = "its lock is taken over as soon as it has ended"
-        else:
-            dead = age >= self._stale_after
-            how = f"its lock is taken over {self._stale_after:.0f} s after its last sign of life, if it died"
-        if not dead:
-            raise StoreError(self._refusal(holder, age, how))
+        if _alive(holder, age, self._stale_after):
+            raise StoreError(self._refusal(holder, age))
         aside = self._root / f"{TEMP_PREFIX}lock-{self.holder.run_id}"
         with suppress(FileNotFoundError):
             self.path.rename(aside)
@@ -158,14 +158,28 @@ class RunLock:
         probe.unlink()
         return now - self.path.stat().st_mtime
 
-    def _refusal(self, holder: Holder | None, age: float, how: str) -> str:
-        who = "a run that can't be told from its lock file"
-        if holder is not None:
-            who = f"run {holder.run_id} on {holder.host}, pid {holder.pid}, since {holder.since}"
+    def _refusal(self, holder: Holder | None, age: float) -> str:
+        how = f"its lock is taken over {self._stale_after:.0f} s after its last sign of life, if it died"
+        if _is_here(holder):
+            how = "its lock is taken over as soon as it has ended"
         return (
-            f"the store {self._root} is being written by {who} (last sign of life {max(0.0, age):.0f} s "
+            f"the store {self._root} is being written by {holder or _UNKNOWN} (last sign of life {max(0.0, age):.0f} s "
             f"ago); wait until it ends, or stop it: {how}"
         )
+
+
+def run_at_work(root: Path) -> str | None:
+    """Who is writing to a store, in words; None if nobody is. Nothing is written.
+
+    So the age of another machine's last sign of life is told by the clock of this one.
+    """
+    try:
+        content = _read(root / LOCK)
+        age = time.time() - (root / LOCK).stat().st_mtime
+    except OSError:
+        return None
+    holder = _holder_of(content)
+    return str(holder or _UNKNOWN) if _alive(holder, age, STALE_AFTER) else None
 
 
 def machine_id() -> str:
@@ -204,6 +218,17 @@ def _read(path: Path) -> bytes:
         return os.read(fd, _LIMIT_BYTES)
     finally:
         os.close(fd)
+
+
+def _is_here(holder: Holder | None) -> bool:
+    """Whether the pid of a holder means a process of this machine."""
+    return holder is not None and holder.machine != "" and holder.machine == machine_id()
+
+
+def _alive(holder: Holder | None, age: float, stale_after: float) -> bool:
+    if holder is not None and _is_here(holder):
+        return process_start(holder.pid) == holder.started
+    return age < stale_after
 
 
 def _holder_of(content: bytes) -> Holder | None:

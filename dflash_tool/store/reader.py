@@ -25,6 +25,7 @@ from dflash_tool.store.layout import NUMPY_DTYPE, shard_path
 from dflash_tool.store.manifest import read_manifest
 from dflash_tool.store.recover import read_index
 from dflash_tool.store.samples import Samples
+from dflash_tool.wording import counted
 
 _WANTED_FILES = 4096
 _SPARE_FILES = 256
@@ -116,7 +117,7 @@ class HiddenStore:
             )
         start, length = int(index.row_start[place]), int(index.length[place])
         if length != self.samples.lengths[row]:
-            what = f"the index says {length} rows, samples.arrow {self.samples.lengths[row]}"
+            what = f"the index says {counted(length, 'row')}, samples.arrow {self.samples.lengths[row]}"
             raise self._bad(index, place, what)
         shape = (length, self.width)
         result: dict[LayerId, NDArray[Any]] = {}
@@ -174,7 +175,7 @@ class HiddenStore:
         last = int(np.searchsorted(index.shard, shard, side="right")) - 1
         rows = int(index.row_start[last] + index.length[last])
         if array.rows != rows:
-            raise self._bad(index, place, f"layer {layer} has {array.rows} rows, the shard's index {rows}")
+            raise self._bad(index, place, f"layer {layer} has {counted(array.rows, 'row')}, the shard's index {rows}")
         arrays[layer] = array
         return array
 

@@ -25,6 +25,7 @@ from dflash_tool.schemas.config import LayerId
 from dflash_tool.schemas.manifest import Manifest
 from dflash_tool.store.arrays import DamagedArrayError, RawArray, ZarrArray, open_array
 from dflash_tool.store.checksums import check_checksums, listed_files
+from dflash_tool.store.files import bytes_of
 from dflash_tool.store.index import (
     ShardIndex,
     join_indexes,
@@ -51,6 +52,7 @@ from dflash_tool.store.layout import (
 from dflash_tool.store.manifest import read_manifest, settings_fingerprint
 from dflash_tool.store.samples import Samples
 from dflash_tool.store.scan import Scan, scan
+from dflash_tool.wording import counted
 
 _BLOCK_BYTES = 1 << 23
 
@@ -73,7 +75,7 @@ def bytes_to_verify(root: Path) -> int:
         files += listed_files(root)
         for name in scan(root).committed:
             files += shard_path(root, name).glob("hidden/*/c/*/*")
-    return sum(path.stat().st_size for path in files)
+    return bytes_of(files)
 
 
 def verify(root: Path, *, rehash: bool = True, progress: Callable[[int], None] | None = None) -> Iterator[Damage]:
@@ -142,12 +144,13 @@ def _root_files(checked: _Checked) -> Iterator[Damage]:
         lengths = checked.samples.lengths
         said, held = (manifest.samples, manifest.tokens), (len(lengths), int(lengths.sum()))
         if said != held:
-            what = f"it says {said[0]} samples of {said[1]} tokens, {SAMPLES} has {held[0]} of {held[1]}"
+            what = f"it says {counted(said[0], 'sample')} of {counted(said[1], 'token')}, "
+            what += f"{SAMPLES} has {held[0]:,} of {held[1]:,}"
             yield Damage("manifest", root / MANIFEST, what)
 
 
 def _names(root: Path, manifest: Manifest, found: Scan) -> Iterator[Damage]:
-    for name in sorted(found.indexes - found.shards):
+    for name in sorted(found.indexes - found.shards - found.temporary_names):  # a kill may fall between two renames
         ids: tuple[bytes, ...] = ()
         with suppress(StoreError):
             ids = tuple(read_shard_index(root, name, manifest.layers).sample_ids.to_pylist())
@@ -167,7 +170,11 @@ def _documents(root: Path, manifest: Manifest, index: ShardIndex) -> Iterator[Da
     settings = read_attributes(root, index.name).get("dflash_settings")
     if settings and settings != settings_fingerprint(manifest):
         yield Damage("document", shard / "zarr.json", "it is of a store with other settings", index.name)
-    group = group_document(shard_attributes(index_path(root, index.name).read_bytes(), str(settings or "")))
+    try:
+        group = group_document(shard_attributes(index_path(root, index.name).read_bytes(), str(settings or "")))
+    except OSError as error:
+        yield Damage("index", index_path(root, index.name), f"can't be read: {error.strerror or error}", index.name)
+        return
     for path, expected in ((shard / "zarr.json", group), (shard / "hidden" / "zarr.json", group_document())):
         if what := _differs(path, expected):
             yield Damage("document", path, what, index.name)
@@ -180,7 +187,7 @@ def _array(checked: _Checked, manifest: Manifest, index: ShardIndex, layer: Laye
     try:
         array = open_array(shard, layer, width, dtype)
         if array.rows != index.rows:
-            what = f"{array.rows:,} rows, its index has {index.rows:,}"
+            what = f"{counted(array.rows, 'row')}, its index has {index.rows:,}"
             yield Damage("array", array_dir(shard, layer), what, index.name, everything)
             return
         if isinstance(array, RawArray) or _is_linear(path, index.rows, manifest.layer_row_bytes):
@@ -195,7 +202,7 @@ def _array(checked: _Checked, manifest: Manifest, index: ShardIndex, layer: Laye
             bad = tuple(_changed_samples(array, manifest, index, layer, checked.progress))
             checked.progress(max(0, path.stat().st_size - index.rows * manifest.layer_row_bytes))
             if bad:
-                what = f"{len(bad)} samples don't have the rows that were written, the first {bad[0].hex()}"
+                what = f"{counted(len(bad), 'sample')} without the rows that were written, the first {bad[0].hex()}"
                 yield Damage("rows", path, what, index.name, bad)
     except DamagedArrayError as error:
         yield Damage("array", error.path, error.what, index.name, everything)
@@ -258,14 +265,14 @@ def _whole(root: Path, manifest: Manifest, samples: Samples | None, parts: list[
         for position in np.unique(index.shard[places]):
             name = index.shards[position]
             ids = [index.sample_ids[int(i)].as_py() for i in places if index.shard[i] == position]
-            detail = f"{len(ids)} samples: {what}, the first {ids[0].hex()}"
+            detail = f"{counted(len(ids), 'sample')}: {what}, the first {ids[0].hex()}"
             yield Damage("index", index_path(root, name), detail, name, tuple(ids))
     if manifest.complete:
         quarantined = {bytes.fromhex(sample_id) for sample_id in manifest.quarantined}
         missing = [samples.sample_id(int(row)) for row in np.flatnonzero(~here)]
         absent = [sample_id for sample_id in missing if sample_id not in quarantined]
         if absent:
-            what = f"{len(absent)} samples of a complete store are in no shard, the first {absent[0].hex()}"
+            what = f"{counted(len(absent), 'sample')} of a complete store in no shard, the first {absent[0].hex()}"
             yield Damage("absent", root / "shards", what, None, tuple(absent))
 
 

@@ -14,8 +14,8 @@ from dflash_tool.target.folder import (
     open_target,
     weights_fingerprint,
 )
-from dflash_tool.target.head import write_head
-from dflash_tool.target.loading import compute_dtype, resolve_device
+from dflash_tool.target.head import head_tensors, write_head
+from dflash_tool.target.loading import compute_dtype, load_whole, resolve_device
 from dflash_tool.target.model import Captured, TargetModel
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "config_fingerprint",
     "default_layers",
     "head_bytes",
+    "head_tensors",
+    "load_whole",
     "open_target",
     "resolve_device",
     "weights_fingerprint",

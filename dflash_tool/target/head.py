@@ -13,9 +13,21 @@ from dflash_tool.target.folder import TargetFolder
 
 
 def write_head(model: Any, target: TargetFolder, folder: Path) -> None:
-    """Write the target's embedding, LM head and final norm, in their own dtype, and its full config.json.
+    """Write `head.safetensors`, the tensors of `head_tensors` in their own dtype, and the target's full config.json."""
+    tensors = head_tensors(model, target)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: value.detach().contiguous().cpu() for name, value in tensors.items()},
+        folder / "head.safetensors",
+    )
+    (folder / "head.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
+    (folder / "config.json").write_bytes((target.path / "config.json").read_bytes())
 
-    `head.safetensors` holds `embed_tokens.weight` [vocab, H]; `embed_tokens.scale` [] float32 where the embedding
+
+def head_tensors(model: Any, target: TargetFolder) -> dict[str, Tensor]:
+    """The target's embedding, LM head and final norm, by name, as they are in the model.
+
+    `embed_tokens.weight` [vocab, H]; `embed_tokens.scale` [] float32 where the embedding
     *module* multiplies its rows (Gemma: cast the scale to the weight's dtype, then multiply); `lm_head.weight` (and
     `.bias`) unless the head *is* the embedding: whether they are tied is read from the tensors, not from the config;
     `norm.weight` (and `.bias`), or neither where the decoder ends without a norm or with one that has no weights.
@@ -42,13 +54,7 @@ def write_head(model: Any, target: TargetFolder, folder: Path) -> None:
     norm = final_norm(find_decoder(model))
     if norm is not None:
         tensors |= {f"norm.{name}": value for name, value in norm.named_parameters()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: value.detach().contiguous().cpu() for name, value in tensors.items()},
-        folder / "head.safetensors",
-    )
-    (folder / "head.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
-    (folder / "config.json").write_bytes((target.path / "config.json").read_bytes())
+    return tensors
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dflash_tool.errors import ConfigError, TargetError
 from dflash_tool.schemas.config import ComputeDtype
 from dflash_tool.target.folder import TargetFolder
+from dflash_tool.wording import counted, verb
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,11 +60,23 @@ def load_weights(target: TargetFolder, trust_remote_code: bool) -> Any:
         raise TargetError(f"{target.path}: transformers can't load these weights: {error}") from error
     if missing := sorted(info["missing_keys"]):
         raise TargetError(
-            f"{target.path}: {len(missing)} tensors of {type(model).__name__} are not in its safetensors files "
-            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}): they would be random; is the "
-            "download complete, and this the model's own config.json?"
+            f"{target.path}: {counted(len(missing), 'tensor')} of {type(model).__name__} "
+            f"{verb(len(missing), 'is', 'are')} not in its safetensors files "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}): {verb(len(missing), 'it', 'they')} "
+            "would be random; is the download complete, and this the model's own config.json?"
         )
     return model.eval()
+
+
+def load_whole(target: TargetFolder, device: torch.device, dtype: torch.dtype) -> Any:
+    """The whole model, head and all, on a device: to generate with. TargetError if it can't be loaded there."""
+    model = load_weights(target, trust_remote_code=False)
+    cast(model, dtype)
+    try:
+        return model.to(device).requires_grad_(False)
+    except torch.OutOfMemoryError as error:
+        size = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
+        raise TargetError(f"{target.path}: this target takes {size:.1f} GiB, more than is free on {device}") from error
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:

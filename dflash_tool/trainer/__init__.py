@@ -7,6 +7,7 @@
 5. `validate.Validator`        held-out samples -> loss, accuracy by slot, anchor tau, walk tau
 6. `checkpoint.Checkpoints`    atomic, resumable to the bit, each with a servable drafter in it
 7. `metrics.MetricsLog`        metrics.jsonl
+8. `record`, `card`            what a run tells of its drafter: training.json and the model card of an export
 """
 
 from dflash_tool.trainer.checkpoint import Checkpoint, Checkpoints

@@ -66,7 +66,7 @@ class Checkpoints:
         for leftover in self.folder.glob(f"{TEMP_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         found = self._all()
-        return _read(found[-1]) if found else None
+        return read_checkpoint(found[-1]) if found else None
 
     def save(self, model: DFlashDraftModel, optimizer: torch.optim.Optimizer, state: TrainState) -> Checkpoint:
         """Write a checkpoint and move the links. StoreError if the disk refuses: what was there stays good."""
@@ -115,7 +115,8 @@ class Checkpoints:
         return sorted(folder for folder in self.folder.glob("step-*") if (folder / "state.json").is_file())
 
 
-def _read(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder, its tensors not looked at. StoreError if its `state.json` is missing or damaged."""
     path = folder / "state.json"
     try:
         return Checkpoint(folder, TrainState.model_validate_json(path.read_bytes()))

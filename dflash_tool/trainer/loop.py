@@ -26,6 +26,7 @@ from dflash_tool.ranks import Ranks
 from dflash_tool.trainer.group import DrafterGroup, TrainStep
 from dflash_tool.trainer.replica import Sums
 from dflash_tool.trainer.timing import Clock, peak_memory
+from dflash_tool.wording import counted
 
 _BETAS = (0.9, 0.999)
 
@@ -120,7 +121,7 @@ class DrafterTrainLoop:
         every = [work for each in reports for work in each["works"]]
         weight = sum(work["weight"] for work in every)
         if weight == 0:
-            raise DflashError(f"step {self.steps_done}: none of its {len(step.rows)} samples has an anchor")
+            raise DflashError(f"step {self.steps_done}: none of its {counted(len(step.rows), 'sample')} has an anchor")
         sums, lr = self.group.sums, self.learning_rate(self.steps_done)
         self._all_reduce(sums.flat)
         clock.spent("reduce")

@@ -1,11 +1,11 @@
-"""Held-out samples -> how good the drafter is: loss, accuracy by slot, anchor tau and walk tau, by bucket.
+"""Held-out samples -> how good the drafter is: loss, accuracy by slot, anchor tau, walk tau, by bucket and by source.
 
 Every valid anchor of every held-out sample is drafted (no draw, so steps are comparable), under the training step's
 attention; what counts as accepted is the serving rule. As a yardstick, `bigram_yield` walks the same answers with a
 table of the most frequent next token: what no hidden state is needed for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,13 +28,19 @@ _BLOCKS_A_FORWARD = 4096
 
 @dataclass
 class Validation:
-    """Sums over held-out samples. right, counted: `[B-1]` slots right and slots counted; by_bucket: (anchor, walk)."""
+    """Sums over held-out samples.
+
+    right, reached, counted: `[B-1]` slots right, slots right with all before them right too (accepted), slots counted.
+    by_bucket, by_source: (anchor, walk); a source is a data file.
+    """
 
     numerator: float = 0.0
     weight: float = 0.0
     right: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    reached: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     counted: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     by_bucket: dict[int, tuple[Yield, Yield]] = field(default_factory=dict)
+    by_source: dict[str, tuple[Yield, Yield]] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -86,8 +92,8 @@ class Validator:
     @torch.inference_mode()
     def run(self, model: DFlashDraftModel) -> Validation:
         """Draft every valid anchor of every held-out sample."""
-        slots = model.settings.block_size - 1
-        found = Validation(right=np.zeros(slots, np.int64), counted=np.zeros(slots, np.int64))
+        right, reached, counted = np.zeros((3, model.settings.block_size - 1), np.int64)
+        found = Validation(right=right, reached=reached, counted=counted)
         for rows in self._batches():
             self._grade(model, rows, found)
         return found
@@ -124,13 +130,13 @@ class Validator:
         found.right += correct.sum(0)
         found.counted += blocks.counted.sum(0)
         accepted = accepted_lengths(correct)
+        found.reached += (accepted[:, None] > np.arange(correct.shape[1])).sum(0)
         for place, row in enumerate(rows.tolist()):
             mine = blocks.sample == place
             anchor = anchor_yield(accepted[mine])
             walk = walk_yield(masks[place], blocks.position[mine], accepted[mine])
-            bucket = int(samples.buckets[row])
-            before = found.by_bucket.get(bucket, (Yield(0, 0), Yield(0, 0)))
-            found.by_bucket[bucket] = (before[0] + anchor, before[1] + walk)
+            _add(found.by_bucket, int(samples.buckets[row]), anchor, walk)
+            _add(found.by_source, samples.source(row).rpartition(":")[0], anchor, walk)
 
     def _context(self, rows: Int64s, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Aux states `[R, S, L*H]` of these samples, zeros behind their ends."""
@@ -146,31 +152,43 @@ class Validator:
         return tensor.to(device=device, dtype=dtype)
 
 
+def _add(groups: dict[Any, tuple[Yield, Yield]], name: Any, anchor: Yield, walk: Yield) -> None:
+    before = groups.get(name, (Yield(0, 0), Yield(0, 0)))
+    groups[name] = (before[0] + anchor, before[1] + walk)
+
+
 def bigram_yield(samples: Samples, train_rows: Int64s, held_out: Int64s, *, block_size: int, vocab_size: int) -> Yield:
     """Walk tau's sums of a bigram table: the most frequent next token in the training answers drafts each block."""
-    pairs = [_supervised_pairs(samples, row) for row in train_rows.tolist()]
-    first, then = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
+    pairs = ((samples.tokens(row), samples.mask(row)) for row in train_rows.tolist())
+    table = bigram_table(pairs, vocab_size)
+    walks = (bigram_walk(table, samples.tokens(row), samples.mask(row), block_size) for row in held_out.tolist())
+    return sum(walks, Yield(0, 0))
+
+
+def bigram_table(answers: Iterable[tuple[NDArray[Any], NDArray[Any]]], vocab_size: int) -> Int64s:
+    """The most frequent successor of each token `[vocab_size]`, -1 for those without; answers are (tokens, mask)."""
+    pairs = [_supervised_pairs(tokens, mask) for tokens, mask in answers]
+    first, then = (np.concatenate([pair[side] for pair in pairs] or [np.zeros(0, np.int64)]) for side in (0, 1))
     code, often = np.unique(first.astype(np.int64) * vocab_size + then, return_counts=True)
     table = np.full(vocab_size, -1, np.int64)
     order = np.lexsort((-code, often))  # the last one of a token is its most frequent successor, the smallest id first
     table[code[order] // vocab_size] = code[order] % vocab_size
-    total = Yield(0, 0)
-    for row in held_out.tolist():
-        mask = samples.mask(row)
-        anchors = every_anchor([mask])
-        blocks = make_blocks([samples.tokens(row)], [mask], anchors, block_size=block_size)
-        drafts = np.empty_like(blocks.labels)
-        last = blocks.tokens
-        for slot in range(block_size - 1):
-            last = np.where(last >= 0, table[last], -1)
-            drafts[:, slot] = last
-        accepted = accepted_lengths((drafts == blocks.labels) & blocks.counted)
-        total += walk_yield(mask, anchors.position, accepted)
-    return total
+    return table
 
 
-def _supervised_pairs(samples: Samples, row: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def bigram_walk(table: Int64s, tokens: NDArray[Any], mask: NDArray[Any], block_size: int) -> Yield:
+    """Walk tau's sums of one sample whose blocks the table drafts."""
+    anchors = every_anchor([mask])
+    blocks = make_blocks([tokens], [mask], anchors, block_size=block_size)
+    drafts = np.empty_like(blocks.labels)
+    last = blocks.tokens
+    for slot in range(block_size - 1):
+        last = np.where(last >= 0, table[last], -1)
+        drafts[:, slot] = last
+    return walk_yield(mask, anchors.position, accepted_lengths((drafts == blocks.labels) & blocks.counted))
+
+
+def _supervised_pairs(tokens: NDArray[Any], mask: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Neighbouring tokens of a sample of which both are supervised."""
-    tokens, mask = samples.tokens(row), samples.mask(row) != 0
-    both = mask[:-1] & mask[1:]
+    both = (mask[:-1] != 0) & (mask[1:] != 0)
     return tokens[:-1][both], tokens[1:][both]

@@ -19,8 +19,8 @@ from dflash_tool.store.layout import (
     padded_rows,
 )
 from dflash_tool.store.reader import HiddenStore
-from dflash_tool.store.testing import make_store, random_rows
 from dflash_tool.store.writer import ShardWriter
+from tests.store_kit import make_store, random_rows
 
 WIDTH = 24
 DTYPES: tuple[StoreDtype, ...] = ("bfloat16", "float16", "float32")

@@ -6,11 +6,21 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from dflash_tool import pipeline
+from dflash_tool.schemas.config import ExtractConfig
+from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.store.reader import HiddenStore
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+class Store(NamedTuple):
+    """A store, and the words of the command that made it, without its --out."""
+
+    words: list[object]
+    out: Path
 
 
 def extract_words(target: Path, data: Path, out: Path, **changed: object) -> list[str]:
@@ -21,6 +31,18 @@ def extract_words(target: Path, data: Path, out: Path, **changed: object) -> lis
     } | changed  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return [sys.executable, "-m", "dflash_tool", "extract", *words]
+
+
+def small_run(target: Path, data: Path, folder: Path, **changed: object) -> Path:
+    """FOLDER/run, a drafter of one layer trained for some steps on FOLDER/store, in this process."""
+    store = folder / "store"
+    pipeline.extract(ExtractConfig(target=str(target), data=(data,), out=store, layers=(1, 2, 3), buckets=3))
+    options = {
+        "store": store, "out": folder / "run", "block_size": 4, "draft_layers": 1, "anchors": 16, "batch_samples": 16,
+        "epochs": 1, "lr": 3e-3, "val_fraction": 0.1, "inflight_gib": 0.1,
+    } | changed  # fmt: skip
+    pipeline.train(TrainConfig.model_validate(options))
+    return folder / "run"
 
 
 def bytes_under(folder: Path) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_tool.store.manifest import differences, read_manifest
 
-from .running import contents
+from .running import Store, contents
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
 KINDS = {
@@ -26,20 +26,6 @@ KINDS = {
     "array document": "shards/b0-*.zarr/hidden/1/zarr.json",
     "rows": "shards/b0-*.zarr/hidden/1/c/0/0",
 }
-
-
-@pytest.fixture(scope="module")
-def whole(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[object], Path]:
-    """The command's words without --out, and a finished store."""
-    from dflash_tool import pipeline
-    from dflash_tool.schemas.config import ExtractConfig
-
-    out = tmp_path_factory.mktemp("whole") / "store"
-    target, data = random_target(), token_rows(60)
-    pipeline.extract(ExtractConfig(target=str(target), data=(data,), out=out, layers=(1, 2)))
-    return ["extract", "--target", target, "--data", data, "--layers", "1,2"], out
 
 
 def _flip(content: bytes) -> bytes:
@@ -64,38 +50,28 @@ def _settle(words: list[object], out: Path, whole: Path, dflash: Run) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
-def test_damage_is_found_and_made_again(
-    whole: tuple[list[object], Path], tmp_path: Path, dflash: Run, kind: str, harm: str
-) -> None:
-    words, original = whole
-    out = tmp_path / "store"
-    shutil.copytree(original, out)
+def test_damage_is_found_and_made_again(finished: Store, copied: Store, dflash: Run, kind: str, harm: str) -> None:
+    words, out = copied
     file = next(out.glob(KINDS[kind]))
     content = file.read_bytes()
     if harm == "remove":
         file.unlink()
     else:
         file.write_bytes(_flip(content) if harm == "flip" else content[:-3])
-    _settle(words, out, original, dflash)
+    _settle(words, out, finished.out, dflash)
 
 
-def test_a_shard_that_is_gone(whole: tuple[list[object], Path], tmp_path: Path, dflash: Run) -> None:
-    words, original = whole
-    out = tmp_path / "store"
-    shutil.copytree(original, out)
+def test_a_shard_that_is_gone(finished: Store, copied: Store, dflash: Run) -> None:
+    words, out = copied
     shutil.rmtree(next((out / "shards").glob("b1-*")))
-    _settle(words, out, original, dflash)
+    _settle(words, out, finished.out, dflash)
 
 
-def test_a_lost_manifest_is_not_replaced_by_that_of_other_settings(
-    whole: tuple[list[object], Path], tmp_path: Path, dflash: Run
-) -> None:
-    words, original = whole
-    out = tmp_path / "store"
-    shutil.copytree(original, out)
+def test_a_lost_manifest_is_not_replaced_by_that_of_other_settings(finished: Store, copied: Store, dflash: Run) -> None:
+    words, out = copied
     (out / "manifest.json").write_text("{")
     refused = dflash(*words, "--out", out, "--max-length", "50")
     assert refused.code == 1
     assert "made with other settings" in refused.err
     assert dflash(*words, "--out", out).code == 0
-    assert contents(out) == contents(original)
+    assert contents(out) == contents(finished.out)

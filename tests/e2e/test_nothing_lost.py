@@ -15,20 +15,9 @@ from dflash_tool.errors import StoreError
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.store.manifest import read_manifest, write_manifest
 
-from .running import ENV, contents, extract_words, wait_until
+from .running import ENV, Store, contents, extract_words, wait_until
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
-
-
-@pytest.fixture(scope="module")
-def made(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[object], Path]:
-    """The command's words without --out, and a finished store."""
-    out = tmp_path_factory.mktemp("made") / "store"
-    target, data = random_target(), token_rows(40)
-    pipeline.extract(ExtractConfig(target=str(target), data=(data,), out=out, layers=(1,)))
-    return ["extract", "--target", target, "--data", data, "--layers", "1"], out
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -46,9 +35,9 @@ def _files(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_somebody_else_s_files_of_our_names(
-    made: tuple[list[object], Path], tmp_path: Path, dflash: Run, name: str, content: bytes
+    finished: Store, tmp_path: Path, dflash: Run, name: str, content: bytes
 ) -> None:
-    words, _ = made
+    words = finished.words
     file = tmp_path / "out" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
@@ -60,13 +49,9 @@ def test_somebody_else_s_files_of_our_names(
 
 
 @pytest.mark.parametrize("harm", ["gone", "empty", "cut"])
-def test_a_store_without_its_head_is_not_complete(
-    made: tuple[list[object], Path], tmp_path: Path, dflash: Run, harm: str
-) -> None:
+def test_a_store_without_its_head_is_not_complete(copied: Store, dflash: Run, harm: str) -> None:
     """Seen, and mended, also without --verify."""
-    words, whole = made
-    out = tmp_path / "store"
-    shutil.copytree(whole, out)
+    words, out = copied
     head = out / "head" / "head.safetensors"
     content = head.read_bytes()
     if harm == "gone":
@@ -79,10 +64,8 @@ def test_a_store_without_its_head_is_not_complete(
     assert dflash("stats", out, "--verify").code == 0
 
 
-def test_a_link_in_the_head_is_mended(made: tuple[list[object], Path], tmp_path: Path, dflash: Run) -> None:
-    words, whole = made
-    out = tmp_path / "store"
-    shutil.copytree(whole, out)
+def test_a_link_in_the_head_is_mended(copied: Store, tmp_path: Path, dflash: Run) -> None:
+    words, out = copied
     (tmp_path / "elsewhere").write_text("not ours")
     (out / "head" / "x.json").symlink_to(tmp_path / "elsewhere")
     assert dflash("stats", out, "--verify").code == 1
@@ -91,41 +74,35 @@ def test_a_link_in_the_head_is_mended(made: tuple[list[object], Path], tmp_path:
     assert (tmp_path / "elsewhere").read_text() == "not ours"
 
 
-def test_a_manifest_that_counts_wrong_is_made_again(
-    made: tuple[list[object], Path], tmp_path: Path, dflash: Run
-) -> None:
-    words, whole = made
-    out = tmp_path / "store"
-    shutil.copytree(whole, out)
+def test_a_manifest_that_counts_wrong_is_made_again(finished: Store, copied: Store, dflash: Run) -> None:
+    words, out = copied
     manifest = read_manifest(out)
     write_manifest(out, manifest.model_copy(update={"samples": manifest.samples - 1}))
     assert dflash("stats", out, "--verify").code == 1
     assert dflash(*words, "--out", out, "--verify").code == 0
     assert read_manifest(out).samples == manifest.samples
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(finished.out)
 
 
 def test_a_refused_run_leaves_the_samples_of_a_store_without_manifest(
-    made: tuple[list[object], Path], tmp_path: Path, dflash: Run
+    finished: Store, copied: Store, dflash: Run
 ) -> None:
-    words, whole = made
-    out = tmp_path / "store"
-    shutil.copytree(whole, out)
+    words, out = copied
     (out / "manifest.json").write_text("{")
     before = _files(out)
     assert dflash(*words, "--out", out, "--max-length", "50").code == 1
     assert _files(out) == before
     assert dflash(*words, "--out", out).code == 0
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(finished.out)
 
 
 def test_the_run_that_is_refused_leaves_the_other_one_its_folder(
-    made: tuple[list[object], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two runs begin at once on a new folder: the second finds the lock, and removes nothing."""
     from dflash_tool.pipeline import extraction
 
-    words, _ = made
+    words = finished.words
     config = ExtractConfig(target=str(words[2]), data=(Path(str(words[4])),), out=tmp_path / "store", layers=(1,))
     holds, go_on = threading.Event(), threading.Event()
     inner = extraction._extract
@@ -148,17 +125,15 @@ def test_the_run_that_is_refused_leaves_the_other_one_its_folder(
     assert read_manifest(tmp_path / "store").complete
 
 
-def test_data_may_move(made: tuple[list[object], Path], tmp_path: Path, dflash: Run) -> None:
-    words, whole = made
-    out = tmp_path / "store"
-    shutil.copytree(whole, out)
+def test_data_may_move(copied: Store, tmp_path: Path, dflash: Run) -> None:
+    words, out = copied
     shutil.copy(str(words[4]), tmp_path / "moved.jsonl")
     done = dflash(*words[:3], "--data", tmp_path / "moved.jsonl", *words[5:], "--out", out)
     assert "Nothing to do" in done.out
 
 
-def test_names_are_no_markup(made: tuple[list[object], Path], tmp_path: Path, dflash: Run) -> None:
-    words, _ = made
+def test_names_are_no_markup(finished: Store, tmp_path: Path, dflash: Run) -> None:
+    words = finished.words
     target = tmp_path / "bra[/b] we[red]ird"
     shutil.copytree(str(words[2]), target)
     done = dflash("extract", "--target", target, *words[3:], "--out", tmp_path / "store")
@@ -170,15 +145,11 @@ def test_names_are_no_markup(made: tuple[list[object], Path], tmp_path: Path, df
 @pytest.mark.parametrize(
     "changed", [{"planned_padded_tokens": 0}, {"quarantined": ["zz"]}, {"samples": 0}, {"edges": [-1]}]
 )
-def test_hostile_manifests(
-    made: tuple[list[object], Path], tmp_path: Path, dflash: Run, changed: dict[str, object]
-) -> None:
+def test_hostile_manifests(finished: Store, copied: Store, dflash: Run, changed: dict[str, object]) -> None:
     """With a right checksum: still refused or found, never a traceback."""
     from dflash_tool.store import manifest as store_manifest
 
-    words, whole = made
-    out = tmp_path / "store"
-    shutil.copytree(whole, out)
+    words, out = copied
     fields = json.loads((out / "manifest.json").read_text())
     fields.pop("xxh3")
     fields |= changed
@@ -188,12 +159,12 @@ def test_hostile_manifests(
         result = dflash(*command)
         assert "Traceback" not in result.err
     assert dflash("stats", out, "--verify").code == 0
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(finished.out)
 
 
 @pytest.mark.parametrize("option", ["--inflight-gib", "--shard-mib", "--commit-every"])
-def test_numbers_that_are_none(made: tuple[list[object], Path], tmp_path: Path, dflash: Run, option: str) -> None:
-    words, _ = made
+def test_numbers_that_are_none(finished: Store, tmp_path: Path, dflash: Run, option: str) -> None:
+    words = finished.words
     for value in ("inf", "nan", "1e-9"):
         result = dflash(*words, "--out", tmp_path / "store", option, value)
         assert "Traceback" not in result.err

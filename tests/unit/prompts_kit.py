@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_tool.prompts import Preparation, PrepareOptions
+from dflash_tool.prompts import Preparation, PrepareOptions, PrepareStats
 
 SPECIALS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|begin_of_text|>", "<|start_header_id|>",
@@ -150,6 +151,19 @@ def run(files: Path | list[Path], tokenizer: Any, **options: Any) -> tuple[list[
     stream: Preparation = Preparation(paths, tokenizer, PrepareOptions(**{"vocab_size": len(tokenizer), **options}))
     samples = [sample for batch in stream for sample in batch.to_pylist()]
     return samples, stream.stats
+
+
+def check_stats(stats: PrepareStats, samples: list[dict[str, Any]]) -> None:
+    """What must hold whatever the data."""
+    assert stats.rows - stats.split_rows + stats.split_parts == stats.samples + sum(stats.skipped.values())
+    assert stats.samples == len(samples) == len({sample["sample_id"] for sample in samples})
+    assert stats.tokens == sum(sample["length"] for sample in samples)
+    assert stats.supervised == sum(sample["supervised"] for sample in samples)
+    assert stats.longest == max((sample["length"] for sample in samples), default=0)
+    for sample in samples:
+        assert sample["length"] == len(sample["input_ids"]) == len(sample["loss_mask"])
+        assert sample["supervised"] == sum(sample["loss_mask"])
+        assert any(a and b for a, b in pairwise(sample["loss_mask"]))
 
 
 def run_chats(path: Path, chats: Sequence[Any], tokenizer: Any, **options: Any) -> tuple[list[Any], Any]:

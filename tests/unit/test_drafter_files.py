@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from dflash_tool.drafter.config import other_target
 from dflash_tool.drafter.files import load_drafter, read_drafter_config, save_drafter
 from dflash_tool.errors import DflashError
 
@@ -108,8 +109,23 @@ def test_old_scaling_is_read(folder: Path) -> None:
         ({"block_size": 8}, "block_size = 8 at its top level and 5"),
         ({"block_size": ..., "inner_block_size": ...}, "lacks block_size"),
         ({"hidden_size": ...}, "lacks hidden_size"),
+        ({"block_size": 0, "inner_block_size": 0}, "block_size = 0: expected a whole number"),
+        ({"block_size": 1, "inner_block_size": 1}, "block-size 1: a block is the anchor and at least one draft"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers = '2'"),
+        ({"hidden_size": 10**12}, "hidden_size = 1000000000000: expected a whole number"),
+        ({"rope_theta": 5000.0}, "rope_theta = 5000.0 at its top level and 10000 in rope_parameters"),
+        ({"target_layer_ids": [0, 2], "inner_target_layer_ids": [0, 2]}, "names 2 layers, fc.weight takes 3"),
+        ({"target_layer_ids": ..., "inner_target_layer_ids": ...}, "lacks target_layer_ids"),
+        ({"inner_mask_token_id": 3}, "mask_token_id = 60 at its top level and 3"),
+        ({"inner_sample_from_anchor": True}, "sample_from_anchor is on"),
         ({"target_layer_ids": [0, 2, 5], "inner_target_layer_ids": [0, 2, 5]}, "5 is the last layer"),
-        ({"mask_token_id": "x", "inner_mask_token_id": "x"}, "describes no drafter"),
+        ({"mask_token_id": "x", "inner_mask_token_id": "x"}, "mask_token_id = 'x'"),
+        ({"mask_token_id": 61, "inner_mask_token_id": 61}, "describes no drafter that can be served: mask-token-id 61"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps = 'x': expected a small number"),
+        ({"initializer_range": float("nan")}, "initializer_range = nan"),
+        ({"rope_parameters": 3}, "can't be read as a drafter's config"),
+        ({"layer_types": 7}, "can't be read as a drafter's config"),
+        ({"attention_bias": []}, r"attention_bias = \[\]"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope can't be served"),
         ({"intermediate_size": 48}, r"gate_proj.weight is \[40, 24\], expected \[48, 24\]"),
         ({"num_hidden_layers": 3}, "layers.2.* is missing"),
@@ -126,6 +142,10 @@ def test_what_cannot_be_served_is_refused_by_name(folder: Path, changes: dict[st
     ("spoil", "message"),
     [
         (lambda tensors: tensors.pop("fc.weight"), "fc.weight is missing"),
+        (
+            lambda tensors: tensors.update({"fc2.weight": tensors.pop("fc.weight")}),
+            "fc.weight is missing, fc2.weight is unknown",
+        ),
         (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2)}), "lm_head.weight is unknown"),
         (lambda tensors: tensors.update({"norm.weight": torch.ones(24, dtype=torch.int8)}), "quantised or mixed"),
     ],
@@ -136,6 +156,38 @@ def test_wrong_tensors_are_named(folder: Path, spoil: Callable[[dict[str, Any]],
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(DflashError, match=message):
         load_drafter(folder)
+
+
+def test_load_drafter_is_at_the_top_and_costs_nothing_until_it_is_asked_for(folder: Path) -> None:
+    import subprocess
+    import sys
+
+    import dflash_tool
+
+    assert dflash_tool.load_drafter is load_drafter
+    assert dflash_tool.load_drafter(folder).settings == small_drafter().settings
+    code = "import dflash_tool, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'load_draft'"):
+        dflash_tool.load_draft  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, []),
+        ({"hidden_size": 32}, ["hidden size: the drafter says 24, the target 32"]),
+        ({"vocab_size": 62}, ["vocabulary: the drafter says 61, the target 62"]),
+        (
+            {"num_hidden_layers": 4},
+            ["number of target layers: the drafter says 6, the target 4", "4 out of range, the target allows 0..2"],
+        ),
+    ],
+)
+def test_another_target_is_told_apart(changes: dict[str, Any], says: list[str]) -> None:
+    found = other_target(small_drafter().settings, target_config(**changes))
+    assert len(found) == len(says)
+    assert all(part in text for part, text in zip(says, found, strict=True))
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:

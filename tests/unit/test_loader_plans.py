@@ -13,7 +13,7 @@ from dflash_tool.errors import StoreError
 from dflash_tool.loader import anchor_counts, epoch_plans, plans
 from dflash_tool.schemas.arrow import SAMPLE_ID_BYTES
 from dflash_tool.store.samples import RAW_SAMPLES_SCHEMA, Samples, SamplesWriter
-from dflash_tool.store.testing import write_samples
+from tests.store_kit import write_samples
 
 
 def samples_of(root: Path, masks: list[list[int]], lengths: list[int] | None = None, batch: int = 4) -> Samples:

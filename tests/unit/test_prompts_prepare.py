@@ -1,9 +1,7 @@
-"""The stream from files to record batches: every case file, the accounting, limits, ids, progress."""
+"""The stream from files to record batches: the accounting, limits, ids, progress."""
 
-import json
 import re
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,147 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_tool.errors import DataError, TargetError
-from dflash_tool.prompts import PREPARED_SCHEMA, Preparation, PrepareOptions, PrepareStats, preparation
+from dflash_tool.prompts import PREPARED_SCHEMA, Preparation, PrepareOptions, preparation
 from dflash_tool.schemas.arrow import SAMPLES_SCHEMA, content_hash, make_sample_id
 
 from .prompts_kit import (
     CHATML,
-    LLAMA3,
     MARKED,
     PLAIN,
     QWEN3,
-    STRICT,
     chat,
+    check_stats,
     make_tokenizer,
     run,
     run_chats,
-    supervised_text,
     write_rows,
 )
-
-TEMPLATES = pytest.mark.parametrize("template", [CHATML, MARKED, LLAMA3], ids=["chatml", "marked", "llama3"])
-
-
-def check(stats: PrepareStats, samples: list[dict[str, Any]]) -> None:
-    """What must hold whatever the data."""
-    assert stats.rows - stats.split_rows + stats.split_parts == stats.samples + sum(stats.skipped.values())
-    assert stats.samples == len(samples) == len({sample["sample_id"] for sample in samples})
-    assert stats.tokens == sum(sample["length"] for sample in samples)
-    assert stats.supervised == sum(sample["supervised"] for sample in samples)
-    assert stats.longest == max((sample["length"] for sample in samples), default=0)
-    for sample in samples:
-        assert sample["length"] == len(sample["input_ids"]) == len(sample["loss_mask"])
-        assert sample["supervised"] == sum(sample["loss_mask"])
-        assert any(a and b for a, b in pairwise(sample["loss_mask"]))
-
-
-@TEMPLATES
-def test_openai_case(data: Path, template: str) -> None:
-    tokenizer = make_tokenizer(template)
-    path = data / "openai.jsonl"
-    samples, stats = run(path, tokenizer)
-    check(stats, samples)
-    assert [sample["source"] for sample in samples] == [f"{path}:{n}" for n in range(1, 6)]
-    end = "<|eot_id|>" if template is LLAMA3 else "<|im_end|>"
-    for sample, line in zip(samples, path.read_text(encoding="utf-8").splitlines(), strict=True):
-        messages = json.loads(line)["messages"]
-        assert sample["input_ids"] == tokenizer.apply_chat_template(messages)["input_ids"]
-        supervised = [i for i, m in zip(sample["input_ids"], sample["loss_mask"], strict=True) if m]
-        answers = [m["content"] + end for m in messages if m["role"] == "assistant"]
-        assert tokenizer.decode(supervised) == "".join(answers)
-
-
-def test_sharegpt_case_equals_the_same_in_openai_form(data: Path, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(CHATML)
-    samples, stats = run(data / "sharegpt.jsonl", tokenizer)
-    check(stats, samples)
-    assert stats.samples == 3
-    entropy = "A measure of how many microstates fit a macrostate."
-    chats = [
-        chat("What is 12 * 12?", "144"),
-        chat("Define entropy.", entropy, system="Be brief."),
-        chat("Hi", "Hello!", "Bye", "Goodbye!"),
-    ]
-    same, _ = run_chats(tmp_path, chats, tokenizer)
-    assert [s["sample_id"] for s in samples] == [s["sample_id"] for s in same]
-
-
-def test_tokens_case(data: Path) -> None:
-    samples, stats = run(data / "tokens.jsonl", make_tokenizer(None))
-    check(stats, samples)
-    assert [(s["input_ids"], s["loss_mask"]) for s in samples] == [
-        ([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 1, 1]),
-        ([11, 12, 13], [0, 1, 1]),
-    ]
-
-
-def test_prompt_completion_case(data: Path) -> None:
-    tokenizer = make_tokenizer(None)
-    samples, stats = run(data / "prompt_completion.jsonl", tokenizer)
-    check(stats, samples)
-    for sample, prompt, text in zip(samples, ["2+2=", "The capital of Peru is"], [" 4", " Lima."], strict=True):
-        assert tokenizer.decode(sample["input_ids"]) == prompt + text + "<|im_end|>"
-        assert supervised_text(tokenizer, sample) == text + "<|im_end|>"
-
-
-def test_text_case(data: Path) -> None:
-    tokenizer = make_tokenizer(None)
-    path = data / "text.jsonl"
-    samples, stats = run(path, tokenizer)
-    check(stats, samples)
-    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    assert [tokenizer.decode(sample["input_ids"]) for sample in samples] == texts
-    assert all(all(sample["loss_mask"]) for sample in samples)
-
-
-def test_bad_tokens_case(data: Path) -> None:
-    path = data / "bad_tokens.jsonl"
-    (sample,), stats = run(path, make_tokenizer(None), vocab_size=1000)
-    check(stats, [sample])
-    assert (sample["input_ids"], sample["source"]) == ([4, 5, 6], f"{path}:7")
-    reasons = [
-        "length mismatch", "negative token id", "token id beyond the vocabulary", "empty", "mask not 0/1",
-        "token id not an integer",
-    ]  # fmt: skip
-    assert stats.skipped == dict.fromkeys(reasons, 1)
-    for line, reason in enumerate(reasons, start=1):
-        assert stats.examples[reason][0].startswith(f"{path}:{line}: ")
-
-
-def test_empty_case(data: Path) -> None:
-    with pytest.raises(DataError, match=r"empty\.jsonl: nothing to do: no rows"):
-        run(data / "empty.jsonl", make_tokenizer(CHATML))
-
-
-@pytest.mark.parametrize(
-    ("template", "kept"),
-    [(CHATML, [1, 7, 8, 13, 14, 15, 16]), (MARKED, [1, 7, 8, 13, 14, 15, 16]), (STRICT, [1, 8, 13, 14, 15])],
-    ids=["chatml", "marked", "strict"],
-)
-def test_messy_case(data: Path, template: str, kept: list[int]) -> None:
-    path = data / "messy.jsonl"
-    samples, stats = run(path, make_tokenizer(template))
-    check(stats, samples)
-    assert [sample["source"] for sample in samples] == [f"{path}:{line}" for line in kept]
-    assert (stats.rows, stats.duplicates) == (17, 1)
-    assert stats.skipped == {
-        "empty answer": 1,
-        "missing content": 2,
-        "no messages": 1,
-        "unknown role": 1,
-        "not JSON": 2,
-        "unknown keys": 1,
-        "not an object": 1,
-        "no assistant turn": 1,
-        **({"template refused": 2} if template is STRICT else {}),
-    }
-    assert stats.examples["not JSON"][1].startswith(f"{path}:18: ")
-    assert stats.describe_skipped()[0].startswith("2 ")
-
-
-def test_messy_case_under_strict(data: Path) -> None:
-    with pytest.raises(DataError, match=r"messy\.jsonl:3: empty answer"):
-        run(data / "messy.jsonl", make_tokenizer(CHATML), strict=True)
 
 
 def test_strict_stops_at_the_first_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -215,12 +87,12 @@ def test_too_long(tmp_path: Path) -> None:
     ]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     samples, stats = run(path, make_tokenizer(), max_length=5, strict=True)
-    check(stats, samples)
+    check_stats(stats, samples)
     assert [sample["input_ids"] for sample in samples] == [[10, 11, 12, 13, 14], [1, 2, 3, 4, 5]]
     assert stats.truncated == 1
     assert stats.skipped == {"no anchor within the maximum length": 1}
     samples, stats = run(path, make_tokenizer(), max_length=5, overlength="skip", strict=True)
-    check(stats, samples)
+    check_stats(stats, samples)
     assert [sample["input_ids"] for sample in samples] == [[1, 2, 3, 4, 5]]
     assert (stats.truncated, stats.skipped) == (0, {"too long": 2})
     assert "10 tokens, --max-length is 5" in stats.examples["too long"][0]
@@ -243,7 +115,7 @@ def test_ids_beyond_the_embedding_and_the_mask_token(tmp_path: Path) -> None:
     samples, stats = run_chats(
         tmp_path, chats, tokenizer, mask_token_id=mask_id, vocab_size=tokenizer.convert_tokens_to_ids("<|end|>")
     )
-    check(stats, samples)
+    check_stats(stats, samples)
     assert stats.skipped == {"contains the mask token": 2, "token id beyond the vocabulary": 1}
     rows = [{"input_ids": [1, mask_id, 2], "loss_mask": [0, 1, 1]}, {"input_ids": [1, 2], "loss_mask": [1, 1]}]
     samples, stats = run(write_rows(tmp_path / "ids.jsonl", rows), tokenizer, mask_token_id=mask_id)
@@ -254,11 +126,11 @@ def test_no_anchor(tmp_path: Path) -> None:
     """The prompt's last blank belongs to the token " a": of the first answer only one token is left."""
     template = PLAIN.replace("{{ m.content }}\n", "{{ m.content }}|")
     (sample,), stats = run_chats(tmp_path, [chat("q", "a"), chat("q", "answer then")], make_tokenizer(template))
-    check(stats, [sample])
+    check_stats(stats, [sample])
     assert stats.skipped == {"no anchor": 1}
     rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": mask} for mask in ([0, 1, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1])]
     samples, stats = run(write_rows(tmp_path / "ids.jsonl", rows), make_tokenizer())
-    check(stats, samples)
+    check_stats(stats, samples)
     assert stats.skipped == {"no anchor": 2}
 
 
@@ -266,11 +138,11 @@ def test_split_conversations_are_counted(tmp_path: Path) -> None:
     thought = "<think>\nhm\n</think>\n\n"
     chats = [chat("q", thought + "a", "r", thought + "b", "s", thought + "c"), chat("q", thought + "a")]
     samples, stats = run_chats(tmp_path, chats, make_tokenizer(QWEN3))
-    check(stats, samples)
+    check_stats(stats, samples)
     assert (stats.rows, stats.samples, stats.split_rows, stats.split_parts) == (2, 4, 1, 3)
     assert len({sample["source"] for sample in samples}) == 2
     samples, stats = run_chats(tmp_path, chats, make_tokenizer(QWEN3), turns="last")
-    check(stats, samples)
+    check_stats(stats, samples)
     assert (stats.samples, stats.split_rows, stats.split_parts) == (2, 1, 1)
     _, stats = run_chats(tmp_path, chats[1:], make_tokenizer(QWEN3))
     assert (stats.split_rows, stats.split_parts) == (0, 0)
@@ -280,7 +152,7 @@ def test_turns_left_unsupervised_are_counted(tmp_path: Path) -> None:
     template = CHATML.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ 'bot' if m.content == 'x' else m.role }}")
     chats = [chat("q", "x", "q", "a")]
     samples, stats = run_chats(tmp_path, chats, make_tokenizer(template))
-    check(stats, samples)
+    check_stats(stats, samples)
     assert stats.unsupervised == {"generation prompt differs": 1}
     assert stats.skipped == {}
     with pytest.raises(DataError, match="generation prompt differs"):
@@ -343,7 +215,7 @@ def test_nothing_is_lost_unsaid(
                 samples += batch.to_pylist()
         except DataError:
             assert not samples
-    check(stream.stats, samples)
+    check_stats(stream.stats, samples)
     assert stream.stats.rows == sum(row != "" for row in rows)
     contents = Counter(bytes(sample["sample_id"][:12]) for sample in samples)
     assert stream.stats.duplicates == sum(contents.values()) - len(contents)

@@ -8,7 +8,7 @@ import pytest
 from dflash_tool.errors import StoreError
 from dflash_tool.store.disk import check_room, predict_bytes
 from dflash_tool.store.files import free_bytes
-from dflash_tool.store.testing import make_store
+from tests.store_kit import make_store
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 1_200_000])

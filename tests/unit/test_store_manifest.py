@@ -16,7 +16,7 @@ from dflash_tool.store.manifest import (
     settings_fingerprint,
     write_manifest,
 )
-from dflash_tool.store.testing import make_manifest, write_samples
+from tests.store_kit import make_manifest, write_samples
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from dflash_tool.errors import StoreError
 from dflash_tool.schemas.config import StoreDtype
 from dflash_tool.store.layout import array_file
 from dflash_tool.store.reader import HiddenStore
-from dflash_tool.store.testing import make_store, make_writer
 from dflash_tool.store.verify import verify
+from tests.store_kit import make_store, make_writer
 
 LENGTHS = [5, 100, 1, 64, 33, 200, 7, 128]
 

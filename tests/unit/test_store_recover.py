@@ -18,8 +18,8 @@ from dflash_tool.store import writer as writer_module
 from dflash_tool.store.layout import ShardName
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.recover import drop_shards, read_index, recover
-from dflash_tool.store.testing import MadeStore, make_store, make_writer
 from dflash_tool.store.verify import verify
+from tests.store_kit import MadeStore, make_store, make_writer
 
 CALLS = ("open", "mkdir", "write", "fsync", "rename")
 

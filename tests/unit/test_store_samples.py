@@ -10,7 +10,7 @@ import pytest
 from dflash_tool.errors import StoreError
 from dflash_tool.schemas.arrow import SAMPLES_SCHEMA, content_hash, make_sample_id
 from dflash_tool.store.samples import Samples, SamplesWriter, bucket_of
-from dflash_tool.store.testing import write_samples
+from tests.store_kit import write_samples
 
 LENGTHS = [5, 1, 16, 17, 40, 3, 8, 9, 10, 11, 40, 2]
 

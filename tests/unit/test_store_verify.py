@@ -11,8 +11,8 @@ import zarr
 from dflash_tool.store.layout import ShardName
 from dflash_tool.store.manifest import write_manifest
 from dflash_tool.store.recover import drop_shards, recover
-from dflash_tool.store.testing import MadeStore, make_store, make_writer
 from dflash_tool.store.verify import bytes_to_verify, verify
+from tests.store_kit import MadeStore, make_store, make_writer
 
 LENGTHS = [5, 100, 1, 64, 33, 200]
 KINDS = {  # a file of each kind: who must name it

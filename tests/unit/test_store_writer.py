@@ -16,8 +16,8 @@ from dflash_tool.errors import StoreError
 from dflash_tool.store import writer as writer_module
 from dflash_tool.store.layout import ShardName
 from dflash_tool.store.recover import read_index, recover
-from dflash_tool.store.testing import make_store
 from dflash_tool.store.writer import ShardWriter
+from tests.store_kit import make_store
 
 WIDTH, LAYERS = 8, (1, 5)
 ROW_BYTES = WIDTH * 2 * len(LAYERS)

@@ -201,7 +201,7 @@ def test_weights_that_are_not_all_there(random_target: Callable[..., Path], tmp_
     tensors = load_file(file)
     del tensors["model.layers.2.mlp.up_proj.weight"]
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(TargetError, match=r"1 tensors of Qwen3ForCausalLM are not in .*layers\.2\.mlp\.up_proj"):
+    with pytest.raises(TargetError, match=r"1 tensor of Qwen3ForCausalLM is not in .*layers\.2\.mlp\.up_proj"):
         _load(folder, (1,))
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(TargetError, match="can't load these weights"):

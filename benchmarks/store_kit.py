@@ -1,0 +1,1 @@
+../tests/store_kit.py
