@@ -64,7 +64,7 @@ def _own(
     hs_queue_depth: Annotated[
         int | None,
         option(
-            "Batches and memory", "Batches of one bucket in flight, at most.", "targets + drafters + 2", metavar="N"
+            "Batches and memory", "Batches of one bucket in flight, at most.", "2 (targets + drafters) + 2", metavar="N"
         ),
     ] = None,
     seed: Annotated[int | None, option("Run", "Of weights, order, anchors and split.", "0", metavar="N")] = None,

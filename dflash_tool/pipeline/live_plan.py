@@ -125,8 +125,12 @@ class LivePlan:
 
 
 def places(config: LiveConfig) -> int:
-    """Batches of one bucket in flight, at most: one for each target and drafter, and two on their way."""
-    return config.hs_queue_depth or parties(config)
+    """Batches of one bucket in flight, at most.
+
+    Targets run ahead while drafters wait for each other at a step's end: with a single bucket, T + D + 2 places reach
+    0.90-0.97 of the slower side's limit, twice as many 0.996 (simulated, 1 to 8 of each).
+    """
+    return config.hs_queue_depth or 2 * parties(config) - 2
 
 
 def parties(config: LiveConfig) -> int:
