@@ -5,7 +5,8 @@ its bucket, or for drafters to finish a step. A drafter waits for data because t
 """
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,6 +71,13 @@ class Flow:
         waiting = sum(target.waiting for target in self.targets.values())
         return waiting / max(waiting + sum(target.computing for target in self.targets.values()), 1e-9)
 
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> "Flow":
+        """From `asdict` as JSON hands it over."""
+        targets = {name: TargetFlow(**target) for name, target in plain["targets"].items()}
+        queued = {int(bucket): items for bucket, items in plain["queued"].items()}
+        return cls(**{**plain, "targets": targets, "queued": queued})
+
     def as_json(self) -> dict[str, Any]:
         """Plain numbers: fields of a row of metrics.jsonl, and of the run's one JSON document."""
         return {
@@ -104,6 +112,25 @@ def look(source: LiveSource) -> Flow:
         peak=window.peak,
         limit=window.limit_bytes,
         queued=source.states.bucket_sizes(),
+    )
+
+
+def join(flows: Sequence[Flow]) -> Flow:
+    """All ranks' as one: targets by rank, waits added up, bytes of the rank that has most."""
+    if len(flows) == 1:
+        return flows[0]
+    queued: Counter[int] = Counter()
+    for flow in flows:
+        queued.update(flow.queued)
+    return Flow(
+        targets={f"rank {rank} {name}": each for rank, flow in enumerate(flows) for name, each in flow.targets.items()},
+        for_memory=sum(flow.for_memory for flow in flows),
+        for_places=sum(flow.for_places for flow in flows),
+        for_steps=sum(flow.for_steps for flow in flows),
+        inflight=max(flow.inflight for flow in flows),
+        peak=max(flow.peak for flow in flows),
+        limit=max(flow.limit for flow in flows),
+        queued=dict(queued),
     )
 
 

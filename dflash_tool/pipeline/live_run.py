@@ -8,7 +8,7 @@ torchrun every rank is a cell of targets and drafters: hidden states stay in it,
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dflash_tool.errors import ConfigError, StoreError
 from dflash_tool.lifecycle import OpenStore, begin, check_out, check_quarantine, complete, join_store, open_store
 from dflash_tool.pipeline.extraction_run import Guards, make_writer, run_extraction
-from dflash_tool.pipeline.flow import Flow, bottleneck, look
+from dflash_tool.pipeline.flow import Flow, bottleneck, join, look
 from dflash_tool.pipeline.live_plan import kept_rows, measure, parties, places
 from dflash_tool.pipeline.live_source import LiveFeed
 from dflash_tool.pipeline.targets import load_targets, target_notes
@@ -160,9 +160,8 @@ def _live(
             feed.tee = stack.enter_context(Tee(make_writer(plan, ranks), plan.samples, run.store.committed))
             run.before_save = feed.tee.commit
         trained = run_training(run, guards.stop)
-    flow = telemetry.flow()
-    if feed.tee is not None:
-        ranks.everyone("tee", None)  # all have committed what passed them
+    flow, left_out = _joined(ranks, telemetry.flow(), list(quarantine.rows))
+    if feed.tee is not None:  # every rank has committed what passed it
         note = ranks.first(lambda: _complete(store, targets, run, flow, telemetry.extract, guards))
         trained = replace(trained, notes=(*trained.notes, *([note] if note else [])))
     return LiveResult(
@@ -170,8 +169,16 @@ def _live(
         store=config.store,
         flow=flow,
         bottleneck=bottleneck(trained.spent, flow) if flow else "",
-        quarantined=tuple(plan.samples.source(row) for row in quarantine.rows),
+        quarantined=tuple(plan.samples.source(row) for row in left_out),
     )
+
+
+def _joined(ranks: Ranks, flow: Flow | None, quarantined: list[int]) -> tuple[Flow | None, list[int]]:
+    """What flowed and what was left out, over all ranks; they meet here."""
+    reports = ranks.everyone("flow", {"flow": asdict(flow) if flow else None, "quarantined": quarantined})
+    flows = [Flow.of(report["flow"]) for report in reports if report["flow"]]
+    rows = sorted({row for report in reports for row in report["quarantined"]})
+    return join(flows) if flows else None, rows
 
 
 def _capture(

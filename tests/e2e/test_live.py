@@ -4,7 +4,6 @@ import itertools
 import json
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,40 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dflash_tool import pipeline
 from dflash_tool.errors import DflashError, TargetError
 from dflash_tool.pipeline.live_source import LiveFeed
-from dflash_tool.schemas.live import LiveConfig
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.verify import verify
 from dflash_tool.target import Captured, TargetModel
 from dflash_tool.trainer import Replica
 from dflash_tool.trainer.metrics import read_metrics
 
+from .live_kit import config as config_of
+from .live_kit import losses, weights, words
 from .running import ENV, contents, wait_until
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
-SMALL = {
-    "layers": "1,3", "buckets": 3, "store_dtype": "float32", "target_device": "cpu", "drafter_device": "cpu",
-    "block_size": 4, "draft_layers": 1, "anchors": 8, "batch_samples": 16, "epochs": 2, "lr": 1e-3,
-    "val_fraction": 0.1, "val_every": 4, "save_every": 3, "log_every": 1, "inflight_gib": 0.1,
-    "microbatch_tokens": 200, "batch_tokens": 200,
-}  # fmt: skip
-
-
-def _config(target: Path, data: Path, out: Path, **changed: object) -> LiveConfig:
-    return LiveConfig.model_validate({"target": str(target), "data": [data], "out": out, **SMALL, **changed})
-
-
-def _words(target: Path, data: Path, out: Path, **changed: object) -> list[str]:
-    """The command line of the same run."""
-    words = [sys.executable, "-m", "dflash_tool", "live"]
-    for name, value in {"target": target, "data": data, "out": out, **SMALL, **changed}.items():
-        for each in value if isinstance(value, list) else [value]:
-            words += [f"--{name.replace('_', '-')}", str(each)]
-    return words
 
 
 @contextmanager
@@ -70,15 +50,11 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
         yield seen
 
 
-def _losses(run: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(run) if row["kind"] == "train"]
-
-
 def test_the_same_steps_as_extract_and_train(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    config = _config(random_target(), token_rows(100), tmp_path / "live")
+    config = config_of(random_target(), token_rows(100), tmp_path / "live")
     with _watched(monkeypatch) as live:
         pipeline.live(config)
     offline = config.model_copy(update={"tee": tmp_path / "store"})
@@ -87,17 +63,13 @@ def test_the_same_steps_as_extract_and_train(
         pipeline.train(offline.train().model_copy(update={"out": tmp_path / "train"}))
     assert len(live) > 20
     assert live == trained
-    np.testing.assert_allclose(_losses(tmp_path / "live"), _losses(tmp_path / "train"), rtol=1e-5)
-
-
-def _weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / "last" / "model.safetensors")
+    np.testing.assert_allclose(losses(tmp_path / "live"), losses(tmp_path / "train"), rtol=1e-5)
 
 
 def test_training_from_the_tee_repeats_the_run_bit_for_bit(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
 ) -> None:
-    config = _config(
+    config = config_of(
         random_target(),
         token_rows(100),
         tmp_path / "live",
@@ -111,8 +83,8 @@ def test_training_from_the_tee_repeats_the_run_bit_for_bit(
     assert len(contents(tmp_path / "store")) == len(store.samples)
     assert not list(verify(tmp_path / "store", rehash=True))
     pipeline.train(config.train().model_copy(update={"out": tmp_path / "train"}))
-    assert _losses(tmp_path / "live") == _losses(tmp_path / "train")
-    ours, theirs = _weights(tmp_path / "live"), _weights(tmp_path / "train")
+    assert losses(tmp_path / "live") == losses(tmp_path / "train")
+    ours, theirs = weights(tmp_path / "live"), weights(tmp_path / "train")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     rows = [row for row in read_metrics(tmp_path / "live") if row["kind"] == "validation"]
     assert rows == [row for row in read_metrics(tmp_path / "train") if row["kind"] == "validation"]
@@ -128,15 +100,15 @@ def test_several_targets_and_drafters_take_the_same_steps(
     """Whoever computes a batch, each step has the same microbatches; one drafter has the same losses to the bit."""
     target, data = random_target(), token_rows(100)
     with _watched(monkeypatch) as one:
-        pipeline.live(_config(target, data, tmp_path / "one"))
+        pipeline.live(config_of(target, data, tmp_path / "one"))
     with _watched(monkeypatch) as several:
-        pipeline.live(_config(target, data, tmp_path / "several", **changed))
+        pipeline.live(config_of(target, data, tmp_path / "several", **changed))
     assert sorted(one) == sorted(several)
     if "drafters" in changed:
-        np.testing.assert_allclose(_losses(tmp_path / "one"), _losses(tmp_path / "several"), rtol=1e-5)
+        np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "several"), rtol=1e-5)
     else:
         assert one == several
-        assert _losses(tmp_path / "one") == _losses(tmp_path / "several")
+        assert losses(tmp_path / "one") == losses(tmp_path / "several")
 
 
 @pytest.mark.parametrize("tee", [True, False])
@@ -146,16 +118,16 @@ def test_killed_and_run_again_is_the_unbroken_run(
     """SIGKILL at three moments, with a checkpoint every few steps: equal losses, weights and stores."""
     target, data = random_target(), token_rows(100)
     for name in ("unbroken", "killed"):
-        words = _words(target, data, tmp_path / name, **({"tee": tmp_path / f"{name}-store"} if tee else {}))
+        command = words(target, data, tmp_path / name, **({"tee": tmp_path / f"{name}-store"} if tee else {}))
         for steps in (1, 4, 8) if name == "killed" else ():
-            run = subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            wait_until(run, lambda steps=steps: len(_losses(tmp_path / "killed")) >= steps)
+            run = subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            wait_until(run, lambda steps=steps: len(losses(tmp_path / "killed")) >= steps)
             run.send_signal(signal.SIGKILL)
             run.communicate()
             assert run.returncode == -signal.SIGKILL
-        subprocess.run(words, env=ENV, check=True, capture_output=True)
-    assert _losses(tmp_path / "killed") == _losses(tmp_path / "unbroken")
-    ours, theirs = _weights(tmp_path / "killed"), _weights(tmp_path / "unbroken")
+        subprocess.run(command, env=ENV, check=True, capture_output=True)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "unbroken")
+    ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "unbroken")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     if tee:
         assert HiddenStore.open(tmp_path / "killed-store").manifest.complete
@@ -168,7 +140,7 @@ def test_stopped_in_order(
 ) -> None:
     """Targets run ahead until the window is full; the signal ends the step, saves and says how to go on."""
     out = tmp_path / "run"
-    words = _words(
+    command = words(
         random_target(),
         token_rows(100),
         out,
@@ -178,8 +150,8 @@ def test_stopped_in_order(
         inflight_gib=0.0001,
         targets=2,
     )
-    run = subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wait_until(run, lambda: len(_losses(out)) >= 3)
+    run = subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_until(run, lambda: len(losses(out)) >= 3)
     run.send_signal(signum)
     _, err = run.communicate(timeout=120)
     assert run.returncode == code, err
@@ -197,7 +169,7 @@ def test_a_target_that_raises_stops_everybody(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two targets fails in the middle: its error comes out, the threads end, a rerun goes on."""
-    config = _config(random_target(), token_rows(100), tmp_path / "run", targets=2)
+    config = config_of(random_target(), token_rows(100), tmp_path / "run", targets=2)
     capture, calls = TargetModel.capture, itertools.count()
 
     def broken(self: TargetModel, *args: Any) -> Any:
@@ -213,7 +185,7 @@ def test_a_target_that_raises_stops_everybody(
     done = pipeline.live(config)
     assert 0 < done.trained.steps < done.trained.total_steps
     pipeline.live(config.model_copy(update={"out": tmp_path / "unbroken"}))
-    assert _losses(tmp_path / "run") == _losses(tmp_path / "unbroken")
+    assert losses(tmp_path / "run") == losses(tmp_path / "unbroken")
 
 
 def test_a_drafter_that_raises_stops_everybody(
@@ -228,14 +200,14 @@ def test_a_drafter_that_raises_stops_everybody(
 
     monkeypatch.setattr(Replica, "_forward", broken)
     with pytest.raises(BoomError):
-        pipeline.live(_config(random_target(), token_rows(100), tmp_path / "run", drafters=2, inflight_gib=0.0001))
+        pipeline.live(config_of(random_target(), token_rows(100), tmp_path / "run", drafters=2, inflight_gib=0.0001))
     assert not {"prefetcher", "watchdog"} & {thread.name for thread in threading.enumerate()}
 
 
 def test_a_target_that_hangs_is_named(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = _config(random_target(), token_rows(100), tmp_path / "run", targets=2)
+    config = config_of(random_target(), token_rows(100), tmp_path / "run", targets=2)
     capture, calls, end = TargetModel.capture, itertools.count(), threading.Event()
 
     def hanging(self: TargetModel, *args: Any) -> Any:
@@ -254,7 +226,7 @@ def test_samples_with_nan_are_left_out_and_listed(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sample is spoiled in each epoch; it is named once, and the step goes on without it."""
-    config = _config(random_target(), token_rows(100), tmp_path / "run", tee=tmp_path / "store", max_bad=0.02)
+    config = config_of(random_target(), token_rows(100), tmp_path / "run", tee=tmp_path / "store", max_bad=0.02)
     spoiled = 4  # the first tokens of this row
     capture = TargetModel.capture
     rows = [json.loads(line)["input_ids"] for line in config.data[0].read_text().splitlines()]
@@ -294,8 +266,8 @@ def test_wrong_options(
 ) -> None:  # fmt: skip
     """Refused with a word, and nothing is left behind."""
     target, data = random_target(), token_rows(30)
-    words = _words(target, data, tmp_path / "run", **{"tee": tmp_path / "store", **changed})[3:]
-    result = dflash(*words)
+    command = words(target, data, tmp_path / "run", **{"tee": tmp_path / "store", **changed})[3:]
+    result = dflash(*command)
     assert result.code == code, result.err
     assert says in " ".join(result.err.split())
     assert "Traceback" not in result.err
@@ -307,30 +279,30 @@ def test_a_tee_of_other_settings_and_other_folders_are_refused(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, dflash: Run
 ) -> None:
     target, data = random_target(), token_rows(60)
-    config = _config(target, data, tmp_path / "run", tee=tmp_path / "store", max_length=40)
+    config = config_of(target, data, tmp_path / "run", tee=tmp_path / "store", max_length=40)
     pipeline.extract(config.extract())
-    words = _words(target, data, tmp_path / "run", tee=tmp_path / "store", max_length=50)[3:]
-    refused = dflash(*words)
+    command = words(target, data, tmp_path / "run", tee=tmp_path / "store", max_length=50)[3:]
+    refused = dflash(*command)
     assert refused.code == 1
     assert "--max-length: max_length: the store has 40, this run 50" in " ".join(refused.err.split())
     assert not (tmp_path / "run").exists()
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "thesis.tex").touch()
-    assert "holds something else" in dflash(*_words(target, data, tmp_path / "else")[3:]).err
+    assert "holds something else" in dflash(*words(target, data, tmp_path / "else")[3:]).err
 
 
 def test_dry_run_says_what_then_happens(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, dflash: Run
 ) -> None:
-    words = [
-        *_words(random_target(), token_rows(200), tmp_path / "run", epochs=1, drafters=2, buckets=20)[3:],
+    command = [
+        *words(random_target(), token_rows(200), tmp_path / "run", epochs=1, drafters=2, buckets=20)[3:],
         "--json",
     ]
-    said = dflash(*words, "--dry-run")
+    said = dflash(*command, "--dry-run")
     assert said.code == 0, said.err
     assert not (tmp_path / "run").exists()
     plan = json.loads(said.out)
-    done = json.loads(dflash(*words).out)
+    done = json.loads(dflash(*command).out)
     assert plan["total_steps"] == done["total_steps"]
     flow = done["flow"]
     (target,) = flow["targets"].values()
