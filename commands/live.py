@@ -12,7 +12,8 @@ from dflash_tool.commands.extract import extract
 from dflash_tool.commands.options import load_config, option
 from dflash_tool.commands.train import train
 
-_OF_A_STORE = {"store", "loader_threads", "verify_reads"}  # options of `train` that are about reading shards
+# Options of `train` that are about stores to read.
+_OF_A_STORE = {"store", "weight", "follow", "loader_threads", "verify_reads"}
 
 
 def live(**given: Any) -> None:

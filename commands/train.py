@@ -13,7 +13,16 @@ _INPUT, _DRAFTER, _LOSS, _STEPS, _RUN = "Input", "Drafter", "Loss", "Optimizer s
 
 
 def train(
-    store: Annotated[Path | None, option(_INPUT, "The store that `dflash extract` finished.", metavar="STORE")] = None,
+    store: Annotated[
+        list[Path] | None, option(_INPUT, "A store that `dflash extract` finished. Repeatable.", metavar="STORE")
+    ] = None,
+    weight: Annotated[
+        list[float] | None,
+        option(_INPUT, "Copies of a store's samples in an epoch: one a store, in order.", "1 each", metavar="X"),
+    ] = None,
+    follow: Annotated[
+        bool | None, option(_INPUT, "Train from a store while `dflash extract` is writing it.", flag="--follow")
+    ] = None,
     out: Annotated[Path | None, option(_INPUT, "The run's folder: new, or one to go on with.", metavar="RUN")] = None,
     val_fraction: Annotated[
         float | None, option(_INPUT, "Share of the conversations to hold out ...", "0.01", metavar="SHARE")

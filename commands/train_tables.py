@@ -84,7 +84,7 @@ def train_text(result: TrainResult) -> RenderableType:
         ("waited", f"{duration(result.waited)} for data ({share(result.waited / max(result.seconds, 1e-9))})"),
     ]
     if result.bottleneck:
-        rows.append(("held up by", f"{result.bottleneck}"))
+        rows.append(("held up by", result.bottleneck))
     if result.memory_bytes:
         rows.append(("memory", f"at most {size(result.memory_bytes)}"))
     if last:

@@ -18,10 +18,11 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from dflash_tool.errors import DflashError
+from dflash_tool.errors import DflashError, Interrupted
 
 T = TypeVar("T")
 _LOOK_AGAIN_SECONDS = 0.1
+_LEAVE_SECONDS = 5.0
 _BEAT_SECONDS = 1.0
 _DEAD_SECONDS = 45.0
 # A rank that was asked to stop (torchrun kills it 30 s later) waits less long for those that don't come any more.
@@ -131,13 +132,26 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            with suppress(RuntimeError):
-                if store.add("failures", 1) == 1:
-                    store.set("failed", json.dumps([self.rank, str(error) or type(error).__name__]))
+            with suppress(RuntimeError, Interrupted):
+                self._leave(store, error)
+            if isinstance(error, Interrupted):
+                _raise_failure(store)  # what torchrun's signal is a consequence of
             raise
         finally:
             done.set()
             thread.join(_BEAT_SECONDS)  # no longer: the store may be gone
+
+    def _leave(self, store: GroupStore, error: BaseException) -> None:
+        """Say why this rank ends, unless another has, and stay until all are leaving: torchrun then ends the rest."""
+        reason = json.dumps([self.rank, str(error) or type(error).__name__])
+        if isinstance(error, Interrupted):
+            store.set("interrupted", reason)
+        elif store.add("failures", 1) == 1:
+            store.set("failed", reason)
+        store.add("leaving", 1)
+        until = time.monotonic() + _LEAVE_SECONDS
+        while store.add("leaving", 0) < self.world and time.monotonic() < until:
+            time.sleep(_LOOK_AGAIN_SECONDS)
 
     def share(self, work: Sequence[T]) -> Iterator[T]:
         """The items that this rank draws; together the ranks draw each item once, in order."""
@@ -163,7 +177,7 @@ class Ranks:
         """The value of a key once it is there; looks again and again, so that a signal gets through."""
         assert self._store is not None
         while not self._store.check([key]):
-            _raise_failure(self._store)
+            _raise_failure(self._store, "failed", "interrupted")
             time.sleep(_LOOK_AGAIN_SECONDS)
         return self._store.get(key).decode()
 
@@ -187,7 +201,7 @@ class _Watch:
         if now - self._looked < _LOOK_AGAIN_SECONDS:
             return
         self._looked = now
-        _raise_failure(self._store)
+        _raise_failure(self._store, "failed", "interrupted")
         if stop and self._stop_seen is None:
             self._stop_seen = now
         for rank, key in enumerate(self._keys):
@@ -209,7 +223,9 @@ class _Watch:
             )
 
 
-def _raise_failure(store: GroupStore) -> None:
-    if store.check(["failed"]):
-        rank, reason = json.loads(store.get("failed"))
-        raise DflashError(f"rank {rank} stopped: {reason}")
+def _raise_failure(store: GroupStore, *keys: str) -> None:
+    """Raise what a rank has left under one of these keys; by default what is an error."""
+    for key in keys or ("failed",):
+        if store.check([key]):
+            rank, reason = json.loads(store.get(key))
+            raise DflashError(f"rank {rank} stopped: {reason}")

@@ -8,6 +8,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from dflash_tool.schemas.config import RunConfig, int_list, strings
 
 
+def _one_or_many(value: Any) -> Any:
+    """A YAML file may say `store: ./a` for one store."""
+    return value if isinstance(value, list | tuple) else (value,)
+
+
 class TrainOptions(RunConfig):
     """What decides how a drafter is trained, wherever the hidden states come from.
 
@@ -48,14 +53,18 @@ class TrainOptions(RunConfig):
 class TrainConfig(TrainOptions):
     """Everything that decides what `train` does."""
 
-    store: Path
+    store: Annotated[tuple[Path, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
+    weight: Annotated[
+        tuple[Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)], ...], BeforeValidator(_one_or_many)
+    ] = Field(default=(), description="copies of each store's samples, one for each store; none given: 1 each")
+    follow: bool = Field(default=False, description="a store may still be in the making")
     loader_threads: int = Field(default=2, ge=1)
     verify_reads: Literal["first", "always", "never"] = "first"
 
 
 # What may differ between a checkpoint and the run that goes on from it: none of it changes a step's result.
 MAY_CHANGE = {
-    "store", "out", "microbatch_tokens", "grad_checkpointing", "val_every", "save_every", "log_every", "keep",
+    "store", "follow", "out", "microbatch_tokens", "grad_checkpointing", "val_every", "save_every", "log_every", "keep",
     "tensorboard", "drafter_device", "drafters", "compile", "inflight_gib", "loader_threads", "verify_reads",
 }  # fmt: skip
 

@@ -86,6 +86,7 @@ class StepPlan:
         batch_samples: G, samples of a step.
         context_budget: the most padded context tokens of a microbatch.
         block_budget: the most block slots of a microbatch.
+        strata: int64 `[N]`, what every step holds its share of; by default the buckets. Microbatches are cut by bucket.
 
     Raises:
         ConfigError: `batch_samples` or a budget is below 1.
@@ -104,6 +105,7 @@ class StepPlan:
         batch_samples: int,
         context_budget: int,
         block_budget: int,
+        strata: Int64s | None = None,
     ) -> None:
         for name, value, remedy in (
             ("samples of a step", batch_samples, "the default is 512"),
@@ -115,12 +117,14 @@ class StepPlan:
         for name, column, least in (("lengths", lengths, 1), ("block tokens", block_tokens, 0)):
             if column.shape != (len(ids),) or (column.size and column.min() < least):
                 raise ValueError(f"{name}: got {list(column.shape)} for {len(ids)} ids, each must be >= {least}")
-        order = epoch_order(ids, buckets, seed=seed, epoch=epoch)
-        self.order = level_steps(order, lengths, buckets, batch_samples=batch_samples)
+        shared = buckets if strata is None else strata
+        order = epoch_order(ids, shared, seed=seed, epoch=epoch)
+        self.order = level_steps(order, lengths, shared, batch_samples=batch_samples)
         self.seed, self.epoch = seed, epoch
         self.batch_samples = batch_samples
         self.context_budget, self.block_budget = context_budget, block_budget
         self._ids, self._lengths, self._buckets, self._block_tokens = ids, lengths, buckets, block_tokens
+        self._strata = strata
 
     def __len__(self) -> int:
         """Count the steps of the epoch."""
@@ -176,6 +180,8 @@ class StepPlan:
         digest.update(np.ascontiguousarray(self._ids, dtype="<u8").data)
         digest.update(np.ascontiguousarray(self._lengths, dtype="<i8").data)
         digest.update(np.ascontiguousarray(self._buckets, dtype="<i8").data)
+        if self._strata is not None:
+            digest.update(np.ascontiguousarray(self._strata, dtype="<i8").data)
         return digest.hexdigest()
 
     @cached_property

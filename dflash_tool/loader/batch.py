@@ -35,8 +35,9 @@ class MixedBatch:
     Attributes:
         index_in_step: its place in the step, over all ranks.
         bucket: of all its samples.
-        rows: int64 `[B]`, rows of samples.arrow.
+        rows: int64 `[B]`, rows of samples.arrow (of several stores: of `JoinedSamples`).
         sample_ids: uint64 `[B, 2]`.
+        copies: int64 `[B]`, which copy of its sample each row is.
         lengths: int64 `[B]`.
         input_ids: int64 `[B, S]`.
         loss_mask: uint8 `[B, S]`, 1 where the token is supervised.
@@ -47,6 +48,7 @@ class MixedBatch:
     bucket: int
     rows: NDArray[np.int64]
     sample_ids: NDArray[np.uint64]
+    copies: NDArray[np.int64]
     lengths: Tensor
     input_ids: Tensor
     loss_mask: Tensor

@@ -1,4 +1,4 @@
-"""`MixingLoader`: a store and its plans -> optimizer steps, resumable at any step.
+"""`MixingLoader`: a store (or several as one) and its plans -> optimizer steps, resumable at any step.
 
     for step in loader:             # from state_dict() on, over all epochs
         for batch in step:          # this rank's microbatches, in plan order
@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_tool.buckets import StepPlan, assign
-from dflash_tool.errors import ConfigError, DataError
+from dflash_tool.buckets import Microbatch, StepPlan, assign
+from dflash_tool.errors import ConfigError, DataError, StoreError
 from dflash_tool.loader.batch import MixedBatch
-from dflash_tool.loader.prefetch import PlannedStep, Prefetch, batch_bytes
+from dflash_tool.loader.prefetch import LoaderClosed, PlannedStep, Prefetch, batch_bytes
 from dflash_tool.loader.reader import SampleReader, VerifyReads
 from dflash_tool.loader.ring import ring_memory
 from dflash_tool.loader.source import BatchSource, SourceOf
-from dflash_tool.store.reader import HiddenStore
+from dflash_tool.store.follow import Follower
+from dflash_tool.store.joined import AnyStore
 
 Int64s = NDArray[np.int64]
 
@@ -82,7 +83,8 @@ class MixingLoader:
     A context manager; `close` (or leaving an iteration) joins the threads. One consumer, one iteration at a time.
 
     Args:
-        store: opened; its samples in `rows` must be committed.
+        store: opened; its samples in `rows` must be committed or quarantined (then they are left out where they
+            stand), unless there is a `follower`.
         rows: int64 `[M]`, sample rows that are trained on; row i of a plan is sample row `rows[i]`.
         plan_of: the plan of an epoch, a pure function (see `epoch_plans`); called in a reading thread.
         layers: aux layer ids, strictly ascending, any of the store's.
@@ -94,6 +96,7 @@ class MixingLoader:
         rank, world: of the processes that train together, all with as many drafters.
         drafters: local ones; number d of this rank has `assign(step, world * drafters)[rank * drafters + d]`.
         source_of: where batches come from, if not from the store, of which then only the samples are used.
+        follower: of `store`, if it is still being written: each step waits until all its samples are there.
 
     Raises:
         ConfigError: a layer that the store lacks; a window too small for the largest microbatch the budget allows;
@@ -104,7 +107,7 @@ class MixingLoader:
 
     def __init__(
         self,
-        store: HiddenStore,
+        store: AnyStore,
         rows: Int64s,
         plan_of: Callable[[int], StepPlan],
         *,
@@ -118,6 +121,7 @@ class MixingLoader:
         world: int = 1,
         drafters: int = 1,
         source_of: SourceOf | None = None,
+        follower: Follower | None = None,
     ) -> None:
         if len(rows) == 0:
             raise DataError(f"the store {store.root} has no sample to train on: extract more, or hold out less")
@@ -132,12 +136,15 @@ class MixingLoader:
         self._rank, self._world, self._drafters = rank, world, drafters
         self._source_of = source_of
         self._ending = threading.Lock()
+        self._follower = follower
         plan = plan_of(0)
         self._check_window(plan, int(store.samples.lengths[rows].max()))
         self._position = (0, 0, plan.samples_fingerprint)  # epoch, steps of it that are consumed, plan
         self._prefetch: BatchSource | None = None
         self._memory: NDArray[np.uint8] | None = None  # made once: a second iteration uses it again
         self._error: BaseException | None = None
+        self._last: BaseException | None = None
+        self._leave = threading.Event()
         self._ended = LoaderCounters(waited=0.0, bytes_read=0, samples_read=0, samples_checked=0, peak_bytes=0)
 
     def __iter__(self) -> Iterator[LoadedStep]:
@@ -146,10 +153,12 @@ class MixingLoader:
         Batches of an iteration before this one lose their memory.
 
         Raises (here or from a step): StoreError for a sample that is missing, damaged or changed, naming sample, shard
-        and rows; RuntimeError if a step wasn't read to its end; LoaderClosed after `close`; what `abort` was given.
+        and rows; WriterGone, after the last step that can be had, where a growing store stopped growing; RuntimeError
+        if a step wasn't read to its end; LoaderClosed after `close`; what `abort` or `end_early` was given.
         """
         self.close()
         epoch, done, _ = self._position
+        self._leave = threading.Event()
         source_of = self._source_of or self._read_ahead
         prefetch = self._prefetch = source_of(self._steps(epoch, done), self._reader.layers)
         batch_number = step_number = 0
@@ -163,6 +172,8 @@ class MixingLoader:
                     raise RuntimeError(f"step {planned.index} of epoch {planned.epoch} wasn't read to its end")
                 batch_number += len(planned.microbatches)
                 step_number += 1
+            if self._last is not None:
+                raise self._last
         finally:
             self._end(prefetch)
 
@@ -215,6 +226,19 @@ class MixingLoader:
         if prefetch is not None:
             prefetch.abort(self._error)
 
+    def end_early(self, error: BaseException) -> None:
+        """Read no step beyond those at hand; once they are consumed, the iteration raises `error`. From any thread."""
+        self._last = self._last or error
+        self._leave.set()
+
+    def wait_for(self, rows: Int64s) -> None:
+        """Wait until these samples of growing stores are committed or quarantined too; during an iteration.
+
+        Raises what `end_early` was given; StoreError if nobody writes the store any more.
+        """
+        if self._follower is not None and not self._follower.wait(rows, self._leave):
+            raise self._last or LoaderClosed()
+
     def close(self) -> None:
         """End a running iteration and join its threads. The loader can be iterated again."""
         if self._prefetch is not None:
@@ -235,6 +259,7 @@ class MixingLoader:
         return Prefetch(steps, self._reader, memory=self._memory, threads=self._threads)
 
     def _end(self, prefetch: BatchSource) -> None:
+        self._leave.set()
         prefetch.close()
         with self._ending:
             if self._prefetch is prefetch:
@@ -246,19 +271,41 @@ class MixingLoader:
         for current in range(epoch, self._epochs):
             plan = self._plan_of(current)
             for index in range(done if current == epoch else 0, len(plan)):
+                rows = self._rows[plan.samples(index)]
+                if not self._arrived(rows, current):
+                    return
                 step = plan.step(index)
                 first = self._rank * self._drafters
                 shares = assign(step, self._world * self._drafters)[first : first + self._drafters]
                 drafter_of = sorted((place, drafter) for drafter, share in enumerate(shares) for place in share)
-                mine = [step.microbatches[place] for place, _ in drafter_of]
+                mine = ((self._of_rows(step.microbatches[place]), drafter) for place, drafter in drafter_of)
+                filled = [(batch, drafter) for batch, drafter in mine if batch is not None]
                 yield PlannedStep(
                     epoch=current,
                     index=index,
-                    rows=self._rows[plan.samples(index)],
-                    microbatches=tuple(replace(batch, rows=self._rows[batch.rows]) for batch in mine),
-                    drafters=tuple(drafter for _, drafter in drafter_of),
+                    rows=rows[~self._reader.store.holes(rows)],
+                    microbatches=tuple(batch for batch, _ in filled),
+                    drafters=tuple(drafter for _, drafter in filled),
                     fingerprint=plan.samples_fingerprint,
                 )
+
+    def _arrived(self, rows: Int64s, epoch: int) -> bool:
+        """Wait for a step's samples; later epochs wait for whole stores. False where the iteration is to end."""
+        if self._last is not None:
+            return False
+        if self._follower is None:
+            return True
+        try:
+            return self._follower.wait(rows if epoch == 0 else None, self._leave)
+        except StoreError as error:
+            self._last = error
+            return False
+
+    def _of_rows(self, planned: Microbatch) -> Microbatch | None:
+        """A microbatch of sample rows, without quarantined samples; None if nothing is left."""
+        store, rows = self._reader.store, self._rows[planned.rows]
+        rows = rows[~store.holes(rows)]
+        return replace(planned, rows=rows, width=int(store.samples.lengths[rows[-1]])) if rows.size else None
 
     def _shares(self, prefetch: BatchSource, planned: PlannedStep, first: int) -> list[Iterator[MixedBatch]]:
         """Each drafter's batches, numbered from `first`. Once all are read to their ends, the step is consumed."""

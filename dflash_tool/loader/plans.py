@@ -6,16 +6,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dflash_tool.buckets import StepPlan
+from dflash_tool.buckets import StepPlan, copy_ids
 from dflash_tool.errors import StoreError
-from dflash_tool.store.samples import Samples
+from dflash_tool.store.joined import AnySamples, JoinedSamples
 
 Int64s = NDArray[np.int64]
 
 _PIECE_TOKENS = 1 << 22
 
 
-def anchor_counts(samples: Samples) -> Int64s:
+def anchor_counts(samples: AnySamples) -> Int64s:
     """Count the valid anchors of every sample: positions a with mask[a] and mask[a + 1] both supervised.
 
     Reads the column `loss_mask` once, through the memory map, a few MB at a time; no other column.
@@ -26,6 +26,8 @@ def anchor_counts(samples: Samples) -> Int64s:
     Raises:
         StoreError: a sample's mask isn't as long as the sample.
     """
+    if isinstance(samples, JoinedSamples):
+        return samples.gather([anchor_counts(part) for part in samples.parts])
     counts = np.zeros(len(samples), np.int64)
     row = 0
     with pa.memory_map(str(samples.path)) as file:
@@ -63,7 +65,7 @@ def _count(values: NDArray[np.uint8], offsets: Int64s, counts: Int64s) -> None:
 
 
 def epoch_plans(
-    samples: Samples,
+    samples: AnySamples,
     rows: Int64s,
     *,
     anchors_of: Int64s,
@@ -76,11 +78,14 @@ def epoch_plans(
 ) -> Callable[[int], StepPlan]:
     """Make the function that plans an epoch over `rows` (int64 `[M]`); plan row i is sample row `rows[i]`.
 
+    Every copy of a sample is shuffled on its own, and steps hold their share of every stratum.
+
     anchors_of: int64 `[N]`, what `anchor_counts` gave; a sample counts min(valid anchors, `anchors`) x `block_size`
     block tokens. Everything else as `StepPlan` takes it, which also says what it raises.
     """
-    ids, lengths = samples.ids[rows], samples.lengths[rows].astype(np.int64)
+    ids, lengths = copy_ids(samples.ids[rows], samples.copies[rows]), samples.lengths[rows].astype(np.int64)
     buckets = samples.buckets[rows].astype(np.int64)
+    strata = None if samples.strata is samples.buckets else samples.strata[rows].astype(np.int64)
     block_tokens = np.minimum(anchors_of[rows], anchors) * block_size
 
     def plan(epoch: int) -> StepPlan:
@@ -94,6 +99,7 @@ def epoch_plans(
             batch_samples=batch_samples,
             context_budget=context_budget,
             block_budget=block_budget,
+            strata=strata,
         )
 
     return plan

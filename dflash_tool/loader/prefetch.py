@@ -203,6 +203,7 @@ class _Loading:
             bucket=self._microbatch.bucket,
             rows=rows,
             sample_ids=samples.ids[rows],
+            copies=samples.copies[rows],
             lengths=torch.from_numpy(samples.lengths[rows].astype(np.int64)),
             input_ids=torch.from_numpy(self._input_ids),
             loss_mask=torch.from_numpy(self._loss_mask),

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from dflash_tool.errors import ConfigError
 from dflash_tool.schemas.config import LayerId
-from dflash_tool.store.reader import HiddenStore
+from dflash_tool.store.joined import AnyStore
 
 VerifyReads = Literal["first", "always", "never"]
 VERIFY_READS: tuple[VerifyReads, ...] = get_args(VerifyReads)
@@ -24,7 +24,7 @@ class SampleReader:
         ValueError: `layers` is empty or not ascending, or `verify` is unknown.
     """
 
-    def __init__(self, store: HiddenStore, layers: tuple[int, ...], verify: VerifyReads) -> None:
+    def __init__(self, store: AnyStore, layers: tuple[int, ...], verify: VerifyReads) -> None:
         if not layers or list(layers) != sorted(set(layers)):
             raise ValueError(f"layers: got {layers}, expected one or more ids, strictly ascending")
         if verify not in VERIFY_READS:

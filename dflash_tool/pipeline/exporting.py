@@ -5,7 +5,6 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,8 +13,10 @@ from dflash_tool.drafter.files import load_drafter, read_drafter_config, save_dr
 from dflash_tool.errors import ConfigError, DflashError, StoreError
 from dflash_tool.prompts import choose_mask_token, load_tokenizer
 from dflash_tool.schemas.manifest import Manifest
+from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.store.files import TEMP_PREFIX, disk_errors, fsync_path, write_file
-from dflash_tool.store.manifest import read_manifest, settings_fingerprint
+from dflash_tool.store.joined import joint_fingerprint
+from dflash_tool.store.manifest import read_manifest
 from dflash_tool.target import open_target
 from dflash_tool.trainer import Checkpoint
 from dflash_tool.trainer.card import model_card
@@ -113,15 +114,18 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _manifest(checkpoint: Checkpoint) -> tuple[Manifest | None, tuple[str, ...]]:
-    """The manifest of the store it was trained on, where the run found it; and what to say if it is not there."""
-    where: Any = checkpoint.state.config.get("store")
+    """The manifest of the (first) store it was trained on, where the run found it; and what there is to say of that."""
+    config = TrainConfig.model_validate(checkpoint.state.config)
+    where = ", ".join(map(str, config.store))
     try:
-        manifest = read_manifest(Path(str(where)))
+        manifests = [read_manifest(root) for root in config.store]
     except StoreError:
         return None, (f"the store {where} is not there any more: the card says nothing of the data",)
-    if settings_fingerprint(manifest) != checkpoint.state.store_settings:
+    if joint_fingerprint(manifests, config.weight or [1.0] * len(manifests)) != checkpoint.state.store_settings:
         return None, (f"the store {where} is another one by now: the card says nothing of the data",)
-    return manifest, ()
+    if len(manifests) > 1:
+        return manifests[0], (f"trained on {len(manifests)} stores: the card tells of the first, {config.store[0]}",)
+    return manifests[0], ()
 
 
 def _check_written(folder: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -149,6 +149,7 @@ def make_writer(job: ExtractionPlan, ranks: Ranks) -> ShardWriter:
 
 def _write(writer: ShardWriter, job: ExtractionPlan, bucket: int, states: HiddenStates) -> None:
     ids = [job.samples.sample_id(int(row)) for row in states.samples]
+    writer.quarantine(bucket, [job.samples.sample_id(int(row)) for row in states.quarantined])
     writer.append(bucket, ids, states.lengths.tolist(), states.states)
 
 

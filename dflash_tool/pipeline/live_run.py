@@ -152,12 +152,16 @@ def _live(
     )
     ranks.first(lambda: _capture(config, store, targets, telemetry.extract, guards))
     run.store.refresh()
+    (whole,) = run.store.stores
+    held_out = run.val_rows
+    whole.quarantined[held_out[~whole.committed[held_out]]] = True  # captured just now, and not there
+    quarantine.rows.update(dict.fromkeys(np.flatnonzero(whole.quarantined).tolist()))
     run.notes += [*plan.warnings, *figures.warnings(), *target_notes(targets)]
     telemetry.feed = feed
     run.more = lambda: flow.as_json() if (flow := telemetry.flow()) else {}
     with ExitStack() as stack:
         if config.tee is not None and not store.finished:
-            feed.tee = stack.enter_context(Tee(make_writer(plan, ranks), plan.samples, run.store.committed))
+            feed.tee = stack.enter_context(Tee(make_writer(plan, ranks), plan.samples, whole.committed))
             run.before_save = feed.tee.commit
         trained = run_training(run, guards.stop)
     flow, left_out = _joined(ranks, telemetry.flow(), list(quarantine.rows))
@@ -211,16 +215,17 @@ def _complete(
     Returns what the user should know, or nothing.
     """
     run.store.refresh()
-    missing, root = np.flatnonzero(~run.store.committed), run.store.root
+    (whole,) = run.store.stores
+    missing, root = np.flatnonzero(~whole.committed), whole.root
     where = run.loader.state_dict()
     if where["epoch"] == 0 and where["step"] < len(run.plan_of(0)):
         return (
-            f"{root} lacks {len(missing):,} of {len(run.store.samples):,} samples, because the first epoch was not "
+            f"{root} lacks {len(missing):,} of {len(whole.samples):,} samples, because the first epoch was not "
             "finished: `dflash extract` with the same settings goes on with it"
         )
     quarantined: list[int] = []
     if len(missing):
-        job = replace(store, plan=plan_rows(store.plan, missing), held=run.store.committed)
+        job = replace(store, plan=plan_rows(store.plan, missing), held=whole.committed)
         _, quarantined = run_extraction(job, targets, Ranks(), telemetry, guards)
     complete(store.plan, _summary(flow, run), quarantined)
     return ""
@@ -277,7 +282,7 @@ def _summary(flow: Flow | None, run: TrainRun) -> RunSummary:
     seen = run.telemetry.snapshot()
     return RunSummary(
         seconds=seen.seconds,
-        samples=int(run.store.committed.sum()),
+        samples=int(run.store.stores[0].committed.sum()),
         real_tokens=flow.tokens if flow else 0,
         padded_tokens=flow.padded_tokens if flow else 0,
         peak_inflight_bytes=flow.peak if flow else 0,

@@ -171,6 +171,7 @@ class LiveSource:
             bucket=item.bucket,
             rows=rows,
             sample_ids=samples.ids[rows],
+            copies=samples.copies[rows],
             lengths=torch.from_numpy(lengths),
             input_ids=torch.from_numpy(input_ids),
             loss_mask=torch.from_numpy(loss_mask),
@@ -178,7 +179,7 @@ class LiveSource:
             on_release=release,
         )
         if tee is not None:
-            tee.write(batch, self._order, states, release)
+            tee.write(batch, self._order, states, item.payload.quarantined, release)
         return batch
 
     def _hanging(self) -> list[tuple[str, int, float]]:

@@ -37,12 +37,20 @@ class Tee:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tee", daemon=True)
 
-    def write(self, batch: MixedBatch, layers: Sequence[LayerId], states: Tensor, done: Callable[[], None]) -> None:
+    def write(
+        self,
+        batch: MixedBatch,
+        layers: Sequence[LayerId],
+        states: Tensor,
+        quarantined: NDArray[np.int64],
+        done: Callable[[], None],
+    ) -> None:
         """Write the samples of a batch that the store lacks; `done` is called once their memory is not needed any more.
 
-        states: `[n, B, S, H]` of all stored layers, in the order of `layers`; bfloat16 as uint16.
+        states: `[n, B, S, H]` of all stored layers, in the order of `layers`; bfloat16 as uint16. quarantined: rows of
+        samples.arrow that the batch lacks.
         """
-        self._put((lambda: self._append(batch, layers, states.numpy()), done))
+        self._put((lambda: self._append(batch, layers, states.numpy(), quarantined), done))
 
     def commit(self) -> None:
         """Commit everything that was given to `write`; whole on disk when this returns."""
@@ -89,7 +97,14 @@ class Tee:
             except BaseException as error:  # raised where the batches come from
                 self._error = error
 
-    def _append(self, batch: MixedBatch, layers: Sequence[LayerId], states: NDArray[np.generic]) -> None:
+    def _append(
+        self,
+        batch: MixedBatch,
+        layers: Sequence[LayerId],
+        states: NDArray[np.generic],
+        quarantined: NDArray[np.int64],
+    ) -> None:
+        self._writer.quarantine(batch.bucket, [self._samples.sample_id(row) for row in quarantined.tolist()])
         for place, (row, length) in enumerate(zip(batch.rows.tolist(), batch.lengths.tolist(), strict=True)):
             if not self._held[row]:
                 rows = {layer: states[number, place, :length] for number, layer in enumerate(layers)}

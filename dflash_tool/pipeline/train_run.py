@@ -19,16 +19,16 @@ from dflash_tool.drafter.model import DFlashDraftModel
 from dflash_tool.errors import ConfigError, DataError, StoreError
 from dflash_tool.loader import MixingLoader, SourceOf, anchor_counts, epoch_plans, split_validation
 from dflash_tool.pipeline.drafters import adopt, agree, check_fits, drafter_devices, make_group
+from dflash_tool.pipeline.stores import choose_layers, open_stores
 from dflash_tool.ranks import Ranks
 from dflash_tool.schemas.train import MAY_CHANGE, TrainConfig
 from dflash_tool.store.files import disk_errors, replace_file
+from dflash_tool.store.follow import Follower
+from dflash_tool.store.joined import JoinedStore
 from dflash_tool.store.layout import HEAD
-from dflash_tool.store.manifest import settings_fingerprint
-from dflash_tool.store.reader import HiddenStore
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer import Checkpoint, Checkpoints, DrafterTrainLoop, GradientSum, Validator
 from dflash_tool.window import default_limit
-from dflash_tool.wording import counted
 
 SETTINGS = "train.yaml"
 
@@ -42,7 +42,7 @@ class TrainRun:
 
     config: TrainConfig
     ranks: Ranks
-    store: HiddenStore
+    store: JoinedStore
     settings: DrafterConfig
     head: TargetHead
     model: DFlashDraftModel
@@ -50,6 +50,7 @@ class TrainRun:
     loop: DrafterTrainLoop
     all_reduce: GradientSum
     validator: Validator | None
+    follower: Follower | None
     train_rows: NDArray[np.int64]
     val_rows: NDArray[np.int64]
     plan_of: Callable[[int], StepPlan]
@@ -73,6 +74,12 @@ class TrainRun:
         """Of all ranks."""
         return self.ranks.world * len(self.loop.group)
 
+    def interrupt(self, error: BaseException) -> None:
+        """End after the step at hand, also while waiting for samples to be extracted. From any thread."""
+        self.stop.append(error)
+        if self.follower is not None:
+            self.loader.end_early(error)
+
 
 def check_out(out: Path) -> None:
     """Refuse a folder that holds something else than a run (StoreError)."""
@@ -93,30 +100,17 @@ def open_run(
     """
     ranks = ranks or Ranks()
     telemetry.stage("opening the store")
-    store = HiddenStore.open(config.store)
-    manifest = store.manifest
-    if source_of is None and not manifest.complete:
-        raise StoreError(
-            f"the store {config.store} is unfinished "
-            f"({int(store.committed.sum()):,} of {counted(manifest.samples, 'sample')}): "
-            "run the `dflash extract` that made it again to finish it"
-        )
+    store = open_stores(config, unfinished=source_of is not None)
     start = read_drafter_config(config.init_from) if config.init_from is not None else None
     if start is not None:
         config = adopt(config, start)
-    layers = config.aux_layers or manifest.layer_ids
-    if lacking := sorted(set(layers) - set(manifest.layer_ids)):
-        raise ConfigError(
-            f"{'--aux-layers' if start is None else '--init-from'}: the store {config.store} lacks layer "
-            f"{', '.join(map(str, lacking))}; it holds "
-            f"{', '.join(map(str, manifest.layer_ids))}"
-        )
+    layers = choose_layers(config, store, option="--aux-layers" if start is None else "--init-from")
     devices = drafter_devices(config)
     mask_token = _mask_token(config, store)
     telemetry.stage("loading the target's head")
     on_cuda = devices[0].type == "cuda"
     heads = {
-        device: load_head(config.store / HEAD, device=device, dtype=torch.bfloat16 if on_cuda else torch.float32)
+        device: load_head(store.root / HEAD, device=device, dtype=torch.bfloat16 if on_cuda else torch.float32)
         for device in dict.fromkeys(devices)
     }
     head = heads[devices[0]]
@@ -125,10 +119,15 @@ def open_run(
         check_fits(config, start, settings)
         settings = start
     telemetry.stage("planning")
-    usable = store.committed if source_of is None else np.ones(len(store.samples), np.bool_)
     train_rows, val_rows = split_validation(
-        store.samples.ids, usable, seed=config.seed, fraction=config.val_fraction, at_most=config.val_samples
+        store.samples.ids,
+        np.ones(len(store.samples), np.bool_),  # quarantined or not there yet: a plan with holes, the same for ever
+        seed=config.seed,
+        fraction=config.val_fraction,
+        at_most=config.val_samples,
     )
+    growing = not all(each.manifest.complete for each in store.stores)
+    follower = Follower(store) if growing and source_of is None else None
     anchors = anchor_counts(store.samples)
     context_budget, block_budget = agree(config, settings, devices, ranks)
     plan_of = epoch_plans(
@@ -143,10 +142,10 @@ def open_run(
         block_budget=block_budget,
     )
     if not len(train_rows):
-        raise DataError(f"the store {config.store} has no sample to train on: extract more, or hold out less")
+        raise DataError("the stores have no sample to train on: extract more, hold out less, or raise --weight")
     total = math.ceil(len(train_rows) / config.batch_samples) * config.epochs
     total = min(total, config.max_steps or total)
-    resolved = config.model_copy(update={"aux_layers": tuple(layers), "mask_token_id": mask_token})
+    resolved = config.model_copy(update={"aux_layers": layers, "mask_token_id": mask_token, "weight": store.weights})
     group = make_group(resolved, settings, devices, [heads[device] for device in devices])
     all_reduce = GradientSum(ranks, devices[0])
     validator = Validator(store, val_rows, head, layers=layers, gamma=config.gamma, batch_tokens=context_budget)
@@ -162,7 +161,7 @@ def open_run(
             store,
             train_rows,
             plan_of,
-            layers=tuple(layers),
+            layers=layers,
             epochs=config.epochs,
             window_bytes=int(config.inflight_gib * 2**30) if config.inflight_gib else default_limit(),
             threads=config.loader_threads,
@@ -172,6 +171,7 @@ def open_run(
             world=ranks.world,
             drafters=len(group),
             source_of=source_of,
+            follower=follower,
         ),
         loop=DrafterTrainLoop(
             group,
@@ -184,6 +184,7 @@ def open_run(
             all_reduce=all_reduce,
         ),
         validator=validator if len(val_rows) else None,
+        follower=follower,
         train_rows=train_rows,
         val_rows=val_rows,
         plan_of=plan_of,
@@ -198,7 +199,7 @@ def _drafter_settings(
 ) -> tuple[DrafterConfig, tuple[str, ...]]:
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import
 
-    target = AutoConfig.from_pretrained(config.store / HEAD)
+    target = AutoConfig.from_pretrained(config.store[0] / HEAD)
     return drafter_config(
         target,
         target_layer_ids=layers,
@@ -209,13 +210,19 @@ def _drafter_settings(
     )
 
 
-def _mask_token(config: TrainConfig, store: HiddenStore) -> int:
+def _mask_token(config: TrainConfig, store: JoinedStore) -> int:
     """The store's mask token, or the one asked for, which must not occur in the data."""
     ours = store.manifest.mask_token_id
+    for each in store.stores[1:]:
+        if config.mask_token_id is None and each.manifest.mask_token_id != ours:
+            raise ConfigError(
+                f"--mask-token-id is needed: that of {store.root} is {ours}, of {each.root} "
+                f"{each.manifest.mask_token_id}; choose one that occurs in neither"
+            )
     wanted = ours if config.mask_token_id is None else config.mask_token_id
     if wanted is None:
         raise ConfigError("--mask-token-id is needed: the target's tokenizer has no mask token and no unused row")
-    if wanted == ours:
+    if all(each.manifest.mask_token_id == wanted for each in store.stores):
         return wanted  # extraction left out every sample that holds it
     if wanted >= store.manifest.target.vocab_size:
         raise ConfigError(f"--mask-token-id {wanted}: the target has ids 0..{store.manifest.target.vocab_size - 1}")
@@ -241,8 +248,10 @@ def resume(run: TrainRun) -> Checkpoint | None:
     if checkpoint is None:
         return None
     state = checkpoint.state
-    if state.store_settings != settings_fingerprint(run.store.manifest):
-        raise ConfigError(f"--store: the checkpoint {checkpoint.folder} is of another store, or of one made anew")
+    if state.store_settings != run.store.fingerprint:
+        raise ConfigError(
+            f"--store: the checkpoint {checkpoint.folder} is of other stores, of others' order, or of one made anew"
+        )
     checkpoint.load(run.model, run.loop.optimizer)
     run.loop.group.copy_weights()
     run.loader.load_state_dict(state.loader)
@@ -257,6 +266,17 @@ def resume(run: TrainRun) -> Checkpoint | None:
             f"{now_with[0]} and {now_with[1]}: losses agree to rounding, not to the bit"
         )
     return checkpoint
+
+
+def check_together(ranks: Ranks, out: Path, stands: dict[str, Any]) -> None:
+    """Refuse ranks that would begin at different steps or of different plans (StoreError). stands: the loader's."""
+    for rank, other in enumerate(ranks.everyone("begin", stands)):
+        if other != stands:
+            what = "step" if other["samples_fingerprint"] == stands["samples_fingerprint"] else "plan of steps"
+            raise StoreError(
+                f"rank {rank} begins with another {what} than rank {ranks.rank}: every rank must see the same stores "
+                f"and the same folder {out}; share it between the machines"
+            )
 
 
 def _check_same(before: Any, now: dict[str, Any], path: Path) -> None:

@@ -17,13 +17,12 @@ import torch
 from dflash_tool.errors import Interrupted, StoreError
 from dflash_tool.loader import LoadedStep
 from dflash_tool.pipeline.train_log import TrainLog
-from dflash_tool.pipeline.train_run import SETTINGS, TrainRun, check_out, open_run, resume
+from dflash_tool.pipeline.train_run import SETTINGS, TrainRun, check_out, check_together, open_run, resume
 from dflash_tool.ranks import Ranks
 from dflash_tool.schemas.train import TrainConfig, TrainState
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.files import make_folder
 from dflash_tool.store.lock import RunLock
-from dflash_tool.store.manifest import settings_fingerprint
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer import MetricsLog, StepResult, Validation
 from dflash_tool.trainer.board import board, check_board
@@ -91,9 +90,10 @@ def run_training(run: TrainRun, stop: StopSignals) -> TrainResult:
     resumed = run.ranks.first(lambda: resume(run))
     if not run.leads:
         resumed = resume(run)
+    check_together(run.ranks, run.config.out, run.loader.state_dict())
     kept = resumed.state.step if resumed else -1
     with ExitStack() as stack:
-        stack.enter_context(stop.forward_to(run.stop.append))  # outlives the rest: no signal disturbs its end
+        stack.enter_context(stop.forward_to(run.interrupt))  # outlives the rest: no signal disturbs its end
         stack.enter_context(run.loader)
         stack.enter_context(run.loop.group)
         stack.callback(run.all_reduce.close)
@@ -111,13 +111,13 @@ def _train(run: TrainRun, log: TrainLog) -> TrainResult:
     if not begun_at:
         run.first_validation = _validate(run, log)
     telemetry.start(step=begun_at, total_steps=loop.total_steps)
-    for step in _steps_left(run):
+    for step in _steps_left(run, log):
         result = loop.step(step, stop=run.stop)
         log.step(step, result)
         done = loop.steps_done
         last = done == loop.total_steps
         if last or done % config.val_every == 0:
-            run.newest_validation = _validate(run, log)
+            run.newest_validation = _validate(run, log) or run.newest_validation
         stopped = _asked_to_stop(run, result)
         if last or done % config.save_every == 0 or stopped:
             _save(run, log)
@@ -129,13 +129,23 @@ def _train(run: TrainRun, log: TrainLog) -> TrainResult:
     return _result(run, log, begun_at)
 
 
-def _steps_left(run: TrainRun) -> Iterator[LoadedStep]:
-    if run.loop.steps_done >= run.loop.total_steps:
+def _steps_left(run: TrainRun, log: TrainLog) -> Iterator[LoadedStep]:
+    loop = run.loop
+    if loop.steps_done >= loop.total_steps:
         return
-    for step in run.loader:
-        yield step
-        if run.loop.steps_done >= run.loop.total_steps:
-            return
+    try:
+        for step in run.loader:
+            if run.validator is not None and loop.steps_done == loop.total_steps - 1:
+                run.loader.wait_for(run.val_rows)  # the last validation comes right after
+            yield step
+            if loop.steps_done >= loop.total_steps:
+                return
+    except (Interrupted, StoreError) as error:  # between two steps
+        if loop.steps_done:
+            _save(run, log)
+        if isinstance(error, Interrupted):
+            raise _interrupted(run, error) from None
+        raise
 
 
 def _asked_to_stop(run: TrainRun, result: StepResult) -> Interrupted | None:
@@ -147,6 +157,10 @@ def _asked_to_stop(run: TrainRun, result: StepResult) -> Interrupted | None:
 
 def _validate(run: TrainRun, log: TrainLog) -> dict[str, Any] | None:
     if run.validator is None or not run.leads:
+        return None
+    if run.follower is not None and not run.follower.here(run.val_rows):
+        if run.loop.steps_done == 0:
+            run.notes.append("validation began once all held-out samples were extracted, not at step 0")
         return None
     run.telemetry.stage("validating")
     with log.charge("validation"):
@@ -173,7 +187,7 @@ def _save(run: TrainRun, log: TrainLog) -> None:
         total_steps=run.loop.total_steps,
         loader=run.loader.state_dict(),
         config=run.config.model_dump(mode="json"),
-        store_settings=settings_fingerprint(run.store.manifest),
+        store_settings=run.store.fingerprint,
         best_walk_tau=best_tau,
         best_step=best_step,
         validation=run.newest_validation,

@@ -25,7 +25,7 @@ from dflash_tool.store.layout import ShardName, index_path, shard_path
 from dflash_tool.wording import counted, verb
 
 _ID_TYPE = pa.binary(SAMPLE_ID_BYTES)
-_INDEX_HASH = "dflash_index_xxh3"
+_INDEX_HASH, _QUARANTINED = "dflash_index_xxh3", "dflash_quarantined"
 _INDEX_BYTES = 1 << 32  # sizes beyond which a file can't be ours
 _DOCUMENT_BYTES = 1 << 20
 
@@ -36,13 +36,17 @@ class DamagedIndexError(StoreError):
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The index of one shard with n samples. `hashes[i, k]`: xxh3_64 of sample i's rows of layer k."""
+    """The index of one shard with n samples. `hashes[i, k]`: xxh3_64 of sample i's rows of layer k.
+
+    quarantined: ids that this shard's run left out since its last commit in this bucket.
+    """
 
     name: ShardName
     sample_ids: pa.Array  # [n] binary(16)
     row_start: NDArray[np.int64]  # [n]
     length: NDArray[np.int32]  # [n]
     hashes: NDArray[np.uint64]  # [n, layers]
+    quarantined: tuple[bytes, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -98,9 +102,10 @@ def encode_index(
     return bytes(sink.getvalue())
 
 
-def shard_attributes(index: bytes, settings: str) -> dict[str, str]:
-    """Attributes of a shard's group: what its index hashes to, and the fingerprint of the settings."""
-    return {_INDEX_HASH: xxhash.xxh3_128_hexdigest(index), "dflash_settings": settings}
+def shard_attributes(index: bytes, settings: str, quarantined: Sequence[bytes] = ()) -> dict[str, Any]:
+    """Attributes of a shard's group: what its index hashes to, the fingerprint of the settings, quarantined ids."""
+    attributes: dict[str, Any] = {_INDEX_HASH: xxhash.xxh3_128_hexdigest(index), "dflash_settings": settings}
+    return attributes | ({_QUARANTINED: [each.hex() for each in quarantined]} if quarantined else {})
 
 
 def read_attributes(root: Path, name: ShardName) -> dict[str, Any]:
@@ -122,7 +127,8 @@ def read_shard_index(root: Path, name: ShardName, layers: Sequence[LayerId]) -> 
     path = index_path(root, name)
     with disk_errors(path, "read"):
         data = read_regular(path, _INDEX_BYTES)
-    recorded = read_attributes(root, name).get(_INDEX_HASH)
+    attributes = read_attributes(root, name)
+    recorded = attributes.get(_INDEX_HASH)
     if recorded is not None and recorded != xxhash.xxh3_128_hexdigest(data):
         raise _damaged(path, f"its hash isn't the one in {shard_path(root, name) / 'zarr.json'}")
     try:
@@ -149,11 +155,20 @@ def read_shard_index(root: Path, name: ShardName, layers: Sequence[LayerId]) -> 
         row_start=_one_chunk(starts).to_numpy(),
         length=_one_chunk(lengths).to_numpy(),
         hashes=_one_chunk(hashes).flatten().to_numpy().reshape(-1, len(layers)),
+        quarantined=_quarantined(attributes),
     )
     ends = np.cumsum(index.length, dtype=np.int64)
     if index.length.min() < 1 or not np.array_equal(index.row_start, ends - index.length):
         raise _damaged(path, "row_start isn't the running sum of length")
     return index
+
+
+def _quarantined(attributes: dict[str, Any]) -> tuple[bytes, ...]:
+    try:
+        ids = tuple(bytes.fromhex(each) for each in attributes.get(_QUARANTINED, ()))
+    except (TypeError, ValueError):
+        return ()  # `verify` finds that the document is damaged
+    return ids if all(len(each) == SAMPLE_ID_BYTES for each in ids) else ()
 
 
 def join_indexes(layers: Sequence[LayerId], parts: Sequence[ShardIndex]) -> CommittedIndex:

@@ -110,7 +110,7 @@ def _document(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, indent=2).encode()
 
 
-def group_document(attributes: dict[str, str] | None = None) -> bytes:
+def group_document(attributes: dict[str, Any] | None = None) -> bytes:
     """`zarr.json` of a group."""
     return _document({"attributes": attributes or {}, "zarr_format": 3, "node_type": "group"})
 

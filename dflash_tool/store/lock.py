@@ -9,7 +9,8 @@ On one machine, newcomers are kept apart by `flock` on the store's folder. Acros
 exclusive, and a take-over moves the old file aside and looks at what it got; should two still cross there,
 the loser's next heartbeat finds another name in the file, and `check` raises.
 
-Readers take no lock: `run_at_work` tells them whether what they find unfinished is still in the making.
+Readers take no lock: `run_at_work` and, for those that wait, `WriterWatch` tell them whether what they find
+unfinished is still in the making.
 """
 
 import fcntl
@@ -19,7 +20,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -180,6 +181,30 @@ def run_at_work(root: Path) -> str | None:
         return None
     holder = _holder_of(content)
     return str(holder or _UNKNOWN) if _alive(holder, age, STALE_AFTER) else None
+
+
+class WriterWatch:
+    """Tells again and again whether some run is writing a store; nothing is written.
+
+    Who can watch needs no clock of another machine: a run there is alive until its lock has stood still for
+    `STALE_AFTER` seconds.
+    """
+
+    def __init__(self, root: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = root / LOCK
+        self._clock = clock
+        self._seen: tuple[bytes, int] | None = None
+        self._since = 0.0
+
+    def alive(self) -> bool:
+        """Whether a lock is there and its run lives, as far as can be told."""
+        try:
+            sign = _read(self._path), self._path.stat().st_mtime_ns
+        except OSError:
+            return False
+        if sign != self._seen:
+            self._seen, self._since = sign, self._clock()
+        return _alive(_holder_of(sign[0]), self._clock() - self._since, STALE_AFTER)
 
 
 def machine_id() -> str:

@@ -12,30 +12,39 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 from numpy.typing import NDArray
 
 from dflash_tool.errors import StoreError
+from dflash_tool.schemas.arrow import SAMPLE_ID_BYTES
 from dflash_tool.schemas.config import LayerId
 from dflash_tool.schemas.manifest import Manifest
 from dflash_tool.store.arrays import RawArray, ZarrArray, open_array
 from dflash_tool.store.files import want_open_files
-from dflash_tool.store.index import CommittedIndex
-from dflash_tool.store.layout import NUMPY_DTYPE, shard_path
-from dflash_tool.store.manifest import read_manifest
-from dflash_tool.store.recover import read_index
+from dflash_tool.store.index import CommittedIndex, ShardIndex, join_indexes, read_shard_index
+from dflash_tool.store.layout import NUMPY_DTYPE, ShardName, shard_path
+from dflash_tool.store.manifest import read_manifest, settings_fingerprint
 from dflash_tool.store.samples import Samples
+from dflash_tool.store.scan import scan
 from dflash_tool.wording import counted
 
 _WANTED_FILES = 4096
 _SPARE_FILES = 256
 
 
+def most_open_files() -> int:
+    """How many array files may stay open, over all stores of this process."""
+    return want_open_files(_WANTED_FILES) - _SPARE_FILES
+
+
 class HiddenStore:
     """A store opened for reading. `samples` has N rows, numbered as in `samples.arrow`.
 
     manifest: what the numbers are. index: the committed samples. layers: what is stored. located [N] int64:
-    the place of each sample in `index`, -1 where it isn't committed. At most `max_open` array files stay open.
+    the place of each sample in `index`, -1 where it isn't committed. quarantined [N] bool: samples that never will be.
+    At most `max_open` array files stay open.
     """
 
     def __init__(self, root: Path, manifest: Manifest, samples: Samples, max_open: int | None = None) -> None:
@@ -48,12 +57,13 @@ class HiddenStore:
         self._format = np.empty(0, self.dtype).data.format
         self.index: CommittedIndex
         self.located: NDArray[np.int64]
-        max_open = max_open or want_open_files(_WANTED_FILES) - _SPARE_FILES
-        self._max_shards = max(1, max_open // len(self.layers))
+        self.quarantined: NDArray[np.bool_]
+        self._parts: dict[ShardName, ShardIndex] = {}  # while the store grows
+        self._max_shards = max(1, (max_open or most_open_files()) // len(self.layers))
         self._arrays: OrderedDict[int, dict[LayerId, RawArray | ZarrArray]] = OrderedDict()
         self._lock = threading.Lock()
         self._sorted: tuple[NDArray[np.int64], NDArray[np.uint64]] | None = None
-        self.refresh()
+        self._look(manifest)
 
     @classmethod
     def open(cls, root: Path, *, max_open: int | None = None) -> "HiddenStore":
@@ -69,13 +79,26 @@ class HiddenStore:
         return self.located >= 0
 
     def refresh(self) -> int:
-        """Look for newly committed shards; returns how many samples are committed now."""
-        index = read_index(self.root, self.layers)
-        located = index.find(self.samples.sample_ids)
-        with self._lock:
-            self._arrays.clear()  # shards are numbered anew
-            self.index, self.located = index, located
-        return len(index)
+        """Look for newly committed shards; returns how many samples are committed now. One thread at a time.
+
+        While the store isn't complete its manifest is read again too; raises `StoreError` if it is of another store.
+        """
+        manifest = self.manifest
+        if not manifest.complete:
+            manifest = read_manifest(self.root)  # before the shards: of a complete store all of them are seen
+            if settings_fingerprint(manifest) != settings_fingerprint(self.manifest):
+                raise StoreError(f"the store {self.root} was made anew, with other settings: begin again with it")
+        return self._look(manifest)
+
+    def settled(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[n] whether no extraction will change what is known of these rows: committed, quarantined, or all done."""
+        if self.manifest.complete:
+            return np.ones(len(rows), np.bool_)
+        return (self.located[rows] >= 0) | self.quarantined[rows]
+
+    def holes(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[n] whether the samples of these rows are quarantined: a plan leaves them out where they stand."""
+        return self.quarantined[rows]
 
     def row_of(self, sample_id: bytes) -> int:
         """The row of a sample id. Raises `StoreError` if the store has no such sample."""
@@ -150,6 +173,25 @@ class HiddenStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _look(self, manifest: Manifest) -> int:
+        names = scan(self.root).committed
+        if names == list(self._parts) and self._parts and manifest == self.manifest:
+            return len(self.index)
+        parts = {name: self._parts.get(name) or read_shard_index(self.root, name, self.layers) for name in names}
+        index = join_indexes(self.layers, list(parts.values()))
+        located = index.find(self.samples.sample_ids)
+        never = {bytes.fromhex(each) for each in manifest.quarantined}
+        if not manifest.complete:  # then shards say it as they are committed, the manifest at the end
+            never |= {each for part in parts.values() for each in part.quarantined}
+        left_out = pa.array(sorted(never), pa.binary(SAMPLE_ID_BYTES))
+        quarantined = pc.is_in(self.samples.sample_ids, value_set=left_out).to_numpy() & (located < 0)
+        self._parts = {} if manifest.complete else parts
+        with self._lock:
+            self._arrays.clear()  # shards are numbered anew
+            self.index, self.located, self.quarantined = index, located, quarantined
+            self.manifest = manifest
+        return len(index)
 
     def _shard_arrays(self, shard: int) -> dict[LayerId, RawArray | ZarrArray]:
         """The open arrays of a shard; those of the least recently used shards are forgotten. Needs the lock."""

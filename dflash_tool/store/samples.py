@@ -95,7 +95,8 @@ class SamplesWriter:
 class Samples:
     """The prepared samples of a store (N of them); row r is the r-th row of `samples.arrow`.
 
-    ids [N, 2] uint64 words, lengths / supervised / buckets [N] int32. `tokens` and `mask` are views.
+    ids [N, 2] uint64 words, lengths / supervised / buckets [N] int32. `tokens` and `mask` are views. strata, copies:
+    what `JoinedSamples` has in their place; in a store alone the buckets, and 0.
     """
 
     def __init__(self, path: Path, table: pa.Table) -> None:
@@ -105,6 +106,8 @@ class Samples:
         self.lengths: NDArray[np.int32] = table.column("length").to_numpy()
         self.supervised: NDArray[np.int32] = table.column("supervised").to_numpy()
         self.buckets: NDArray[np.int32] = table.column("bucket").to_numpy()
+        self.strata = self.buckets
+        self.copies: NDArray[np.int64] = np.zeros(len(self.lengths), np.int64)
         self._tokens = _Lists(table.column("input_ids"), np.dtype(np.int32))
         self._masks = _Lists(table.column("loss_mask"), np.dtype(np.uint8))
         self._sources = _Lists(table.column("source"), np.dtype(np.uint8))

@@ -171,10 +171,11 @@ def _documents(root: Path, manifest: Manifest, index: ShardIndex) -> Iterator[Da
     if settings and settings != settings_fingerprint(manifest):
         yield Damage("document", shard / "zarr.json", "it is of a store with other settings", index.name)
     try:
-        group = group_document(shard_attributes(index_path(root, index.name).read_bytes(), str(settings or "")))
+        data = index_path(root, index.name).read_bytes()
     except OSError as error:
         yield Damage("index", index_path(root, index.name), f"can't be read: {error.strerror or error}", index.name)
         return
+    group = group_document(shard_attributes(data, str(settings or ""), index.quarantined))
     for path, expected in ((shard / "zarr.json", group), (shard / "hidden" / "zarr.json", group_document())):
         if what := _differs(path, expected):
             yield Damage("document", path, what, index.name)

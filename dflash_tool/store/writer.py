@@ -108,6 +108,7 @@ class ShardWriter:
         self._dtype: np.dtype[Any] = NUMPY_DTYPE[store_dtype]
         self._row_bytes = hidden_size * STORE_ITEMSIZE[store_dtype]
         self._open: dict[int, _OpenShard] = {}
+        self._quarantined: dict[int, list[bytes]] = {}  # by bucket, since its last commit
         with disk_errors(root, "create the store's folders in"):
             shards_dir(root).mkdir(parents=True, exist_ok=True)
             index_dir(root).mkdir(exist_ok=True)
@@ -152,6 +153,11 @@ class ShardWriter:
         self.counters.samples += len(sample_ids)
         if shard.rows * self._row_bytes * len(self.layers) >= self.shard_bytes:
             self._commit(bucket)
+
+    def quarantine(self, bucket: int, sample_ids: Sequence[bytes]) -> None:
+        """Say in the bucket's next commit that these samples will never come: who follows the store waits for them."""
+        if sample_ids:
+            self._quarantined.setdefault(bucket, []).extend(sample_ids)
 
     def commit_due(self) -> None:
         """Commit the shards that were opened at least `commit_every` seconds ago."""
@@ -242,6 +248,7 @@ class ShardWriter:
             self._drop(bucket)
             raise
         del self._open[bucket]
+        self._quarantined.pop(bucket, None)
         self.counters.shards_committed += 1
         self.counters.samples_committed += len(shard.sample_ids)
 
@@ -258,7 +265,8 @@ class ShardWriter:
 
     def _write_documents(self, shard: _OpenShard, index: bytes) -> None:
         folder = shard_path(self.root, shard.name, temporary=True)
-        write_file(folder / "zarr.json", group_document(shard_attributes(index, self.settings)))
+        attributes = shard_attributes(index, self.settings, self._quarantined.get(shard.name.bucket, ()))
+        write_file(folder / "zarr.json", group_document(attributes))
         write_file(folder / "hidden" / "zarr.json", group_document())
         document = array_document(shard.rows, self.hidden_size, self.store_dtype)
         for layer in self.layers:

@@ -89,8 +89,7 @@ class Replica:
     def _blocks(self, batch: MixedBatch, lengths: NDArray[np.int64], epoch: int) -> Blocks:
         tokens = [row[:length] for row, length in zip(batch.input_ids.numpy(), lengths, strict=True)]
         masks = [row[:length] for row, length in zip(batch.loss_mask.numpy(), lengths, strict=True)]
-        copies = np.zeros(len(lengths), np.int64)
-        anchors = draw_anchors(masks, batch.sample_ids, copies, count=self._anchors, seed=self._seed, epoch=epoch)
+        anchors = draw_anchors(masks, batch.sample_ids, batch.copies, count=self._anchors, seed=self._seed, epoch=epoch)
         return make_blocks(tokens, masks, anchors, block_size=self.model.settings.block_size)
 
     def _add(self, batch: MixedBatch, blocks: Blocks, work: ShareWork, clock: Clock) -> None:

@@ -15,14 +15,14 @@ import torch
 COMPUTE = ("forward", "backward", "device")
 PARTS = ("data", "forward", "backward", "drafters", "ranks", "reduce", "optimizer", "device")
 _HELD_UP_BY = {
-    "data": "reading hidden states: more --loader-threads, a larger --inflight-gib or a faster disk would help",
-    "compute": "the drafters' own forward and backward: more drafters would help",
-    "drafters": "uneven shares of the local drafters: fewer drafters, or a larger --batch-samples, would waste less",
-    "ranks": "the slowest rank, which the others wait for: look at the ranks' seconds in metrics.jsonl",
-    "reduce": "adding gradients up over ranks: a larger --batch-samples makes that rarer",
-    "optimizer": "the optimizer: a larger --batch-samples makes its steps rarer",
-    "validation": "validating: a larger --val-every or a smaller --val-samples would help",
-    "saving": "saving checkpoints: a larger --save-every or a faster disk would help",
+    "data": ("reading hidden states", "more --loader-threads, a larger --inflight-gib or a faster disk would help"),
+    "compute": ("the drafters' own forward and backward", "more drafters would help"),
+    "drafters": ("uneven shares of the local drafters", "fewer of them, or a larger --batch-samples, would waste less"),
+    "ranks": ("the slowest rank", "look at the drafters' seconds in metrics.jsonl"),
+    "reduce": ("adding gradients up over ranks", "a larger --batch-samples makes that rarer"),
+    "optimizer": ("the optimizer", "a larger --batch-samples makes its steps rarer"),
+    "validation": ("validating", "a larger --val-every or a smaller --val-samples would help"),
+    "saving": ("saving checkpoints", "a larger --save-every or a faster disk would help"),
 }
 
 
@@ -48,7 +48,8 @@ def bottleneck(spent: Mapping[str, float]) -> str:
     causes = {part: seconds for part, seconds in spent.items() if part not in COMPUTE}
     causes["compute"] = sum(spent.get(part, 0.0) for part in COMPUTE)
     worst = max(causes, key=lambda cause: causes[cause])
-    return f"{100 * causes[worst] / whole:.0f} % {_HELD_UP_BY[worst]}"
+    what, remedy = _HELD_UP_BY[worst]
+    return f"{what} ({100 * causes[worst] / whole:.0f} % of the time): {remedy}"
 
 
 def peak_memory(devices: tuple[torch.device, ...]) -> int:

@@ -18,9 +18,8 @@ from dflash_tool.drafter.anchors import decay_weights, every_anchor, make_blocks
 from dflash_tool.drafter.head import TargetHead
 from dflash_tool.drafter.loss import decay_loss
 from dflash_tool.drafter.model import DFlashDraftModel
+from dflash_tool.store.joined import AnySamples, AnyStore
 from dflash_tool.store.layout import NUMPY_DTYPE
-from dflash_tool.store.reader import HiddenStore
-from dflash_tool.store.samples import Samples
 
 Int64s = NDArray[np.int64]
 _BLOCKS_A_FORWARD = 4096
@@ -73,11 +72,14 @@ class Validation:
 
 
 class Validator:
-    """Grades a drafter on the rows (of samples.arrow) that were held out. Reads them anew each time, hashes checked."""
+    """Grades a drafter on the rows (of samples.arrow) that were held out, but for quarantined ones.
+
+    Reads them anew each time, hashes checked.
+    """
 
     def __init__(
         self,
-        store: HiddenStore,
+        store: AnyStore,
         rows: Int64s,
         head: TargetHead,
         *,
@@ -102,7 +104,7 @@ class Validator:
         """Rows of like length; few enough tokens and anchors for one forward, or a single sample."""
         lengths, anchors = self._store.samples.lengths, 0
         batch: list[int] = []
-        for row in self._rows[self._store.committed[self._rows]].tolist():  # in a live run some may be quarantined
+        for row in self._rows[~self._store.holes(self._rows)].tolist():
             more = int(lengths[row])  # a bound of its anchors
             if batch and ((len(batch) + 1) * more > self._batch_tokens or anchors + more > _BLOCKS_A_FORWARD):
                 yield np.array(batch)
@@ -157,7 +159,9 @@ def _add(groups: dict[Any, tuple[Yield, Yield]], name: Any, anchor: Yield, walk:
     groups[name] = (before[0] + anchor, before[1] + walk)
 
 
-def bigram_yield(samples: Samples, train_rows: Int64s, held_out: Int64s, *, block_size: int, vocab_size: int) -> Yield:
+def bigram_yield(
+    samples: AnySamples, train_rows: Int64s, held_out: Int64s, *, block_size: int, vocab_size: int
+) -> Yield:
     """Walk tau's sums of a bigram table: the most frequent next token in the training answers drafts each block."""
     pairs = ((samples.tokens(row), samples.mask(row)) for row in train_rows.tolist())
     table = bigram_table(pairs, vocab_size)

@@ -105,6 +105,14 @@ def test_a_store_that_is_gone_is_said(run: Path, tmp_path: Path, dflash: Run) ->
     assert "unknown" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_leftovers_of_a_killed_export_are_no_hindrance(run: Path, tmp_path: Path) -> None:
+    (tmp_path / ".tmp-out").mkdir()
+    (tmp_path / ".tmp-out" / "model.safetensors").write_bytes(b"half")
+    pipeline.export(run, tmp_path / "out")
+    assert [folder.name for folder in tmp_path.iterdir()] == ["out"]
+    assert pipeline.check(tmp_path / "out") == []
+
+
 def test_what_does_not_conform_is_never_there(
     run: Path, tmp_path: Path, dflash: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,10 @@ class StubSamples:
     def ids(self) -> NDArray[np.uint64]:
         return np.arange(2 * len(self.lengths), dtype=np.uint64).reshape(-1, 2)
 
+    @property
+    def copies(self) -> NDArray[np.int64]:
+        return np.zeros(len(self.lengths), np.int64)
+
     def tokens(self, row: int) -> NDArray[np.int32]:
         return (row + np.arange(self.lengths[row])).astype(np.int32)
 

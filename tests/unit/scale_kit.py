@@ -44,6 +44,7 @@ def batches() -> list[MixedBatch]:
                 bucket=0,
                 rows=np.arange(len(lengths)) + 10 * number,
                 sample_ids=rng.integers(0, 2**63, (len(lengths), 2)).astype(np.uint64),
+                copies=np.zeros(len(lengths), np.int64),
                 lengths=torch.tensor(lengths),
                 input_ids=torch.from_numpy(rng.integers(0, 60, shape)),
                 loss_mask=torch.from_numpy(mask),

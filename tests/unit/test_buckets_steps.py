@@ -200,3 +200,25 @@ def test_an_empty_plan_has_no_steps() -> None:
     none = np.array([], dtype=np.int64)
     plan = plan_of(ids=np.zeros((0, 2), dtype=np.uint64), lengths=none, buckets=none, block_tokens=none)
     assert list(plan) == []
+
+
+def test_strata_are_shared_out_and_microbatches_cut_by_bucket() -> None:
+    """Two stores in one plan: every step holds each one's share of each bucket, batches hold samples of both."""
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(1, 300, 1000)
+    buckets = lengths // 100
+    strata = 3 * (rng.random(1000) < 0.3).astype(np.int64) + buckets
+    plan = plan_of(lengths=lengths, buckets=buckets, strata=strata)
+    share = np.bincount(strata, minlength=6) / 1000
+    mixed = 0
+    for step in plan:
+        rows = np.concatenate([batch.rows for batch in step.microbatches])
+        np.testing.assert_array_equal(np.sort(rows), np.sort(plan.samples(step.index)))
+        assert np.abs(np.bincount(strata[rows], minlength=6) - share * len(rows)).max() < 2
+        for batch in step.microbatches:
+            assert set(buckets[batch.rows]) == {batch.bucket}
+            mixed += len(set(strata[batch.rows])) > 1
+    assert mixed > len(plan)
+    alone = plan_of(lengths=lengths, buckets=buckets)
+    assert plan.samples_fingerprint != alone.samples_fingerprint
+    np.testing.assert_array_equal(plan_of(lengths=lengths, buckets=buckets, strata=buckets).order, alone.order)

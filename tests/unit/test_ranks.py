@@ -139,6 +139,25 @@ def test_a_rank_that_fails_tells_the_others_why() -> None:
     assert str(first) == str(third) == "rank 1 stopped: row 7 is damaged"
 
 
+def test_a_signal_that_follows_from_a_failure_shows_the_failure() -> None:
+    """torchrun sends SIGTERM to the others as soon as a rank has ended; wherever that finds them."""
+    failing = threading.Event()
+
+    def body(ranks: Ranks) -> None:
+        with ranks.alive():
+            if ranks.rank == 1:
+                failing.set()
+                raise StoreError("row 7 is damaged")
+            assert failing.wait(60)
+            while not ranks.store.check(["failed"]):  # type: ignore[union-attr]
+                pass
+            raise Interrupted("stopped by SIGTERM.", 15)
+
+    first, failed = _run(2, body)
+    assert str(failed) == "row 7 is damaged"
+    assert str(first) == "rank 1 stopped: row 7 is damaged"
+
+
 @pytest.mark.parametrize("asked_to_stop", [False, True])
 def test_a_rank_that_is_gone_is_named(asked_to_stop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 never beats. Whoever was asked to stop (torchrun kills it soon) waits less long."""

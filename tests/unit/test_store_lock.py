@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_tool.errors import StoreError
-from dflash_tool.store.lock import LOCK, RunLock, process_start
+from dflash_tool.store.lock import LOCK, RunLock, WriterWatch, process_start
 
 
 def dead_process() -> int:
@@ -173,3 +173,29 @@ def test_a_newcomer_puts_back_what_another_machine_took_meanwhile(
     with pytest.raises(StoreError, match="run faster"):
         RunLock(tmp_path).acquire()
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def test_a_reader_sees_whether_a_run_here_lives(tmp_path: Path) -> None:
+    watch = WriterWatch(tmp_path)
+    assert not watch.alive()
+    with RunLock(tmp_path):
+        assert watch.alive()
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]  # nothing is touched
+    assert not watch.alive()
+    write_lock(tmp_path, pid=dead_process())
+    assert not watch.alive()
+
+
+def test_a_reader_watches_the_heartbeat_of_another_machine(tmp_path: Path) -> None:
+    """Alive until the lock has stood still for 60 s by the reader's clock, however old its time looks."""
+    now = 1000.0
+    watch = WriterWatch(tmp_path, clock=lambda: now)
+    write_lock(tmp_path, age=5000, machine="another")
+    assert watch.alive()
+    now += 59
+    assert watch.alive()
+    write_lock(tmp_path, age=4990, machine="another")
+    now += 59
+    assert watch.alive()
+    now += 60
+    assert not watch.alive()

@@ -1,5 +1,6 @@
 """Rows come back bit for bit, into any buffer, from many threads; what can't be read is named."""
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from dflash_tool.errors import StoreError
 from dflash_tool.schemas.config import StoreDtype
 from dflash_tool.store.layout import array_file
+from dflash_tool.store.manifest import write_manifest
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.verify import verify
 from tests.store_kit import make_store, make_writer
@@ -106,6 +108,63 @@ def test_a_growing_store(tmp_path: Path) -> None:
         writer.commit_all()
         assert store.refresh() == last + 1
         np.testing.assert_array_equal(store.read(last)[2], made.rows[last][2])
+
+
+def test_what_is_settled_while_a_store_grows(tmp_path: Path) -> None:
+    """Committed, quarantined, or the store complete; and another store in its place is no growth."""
+    made = make_store(tmp_path, LENGTHS, complete=False)
+    last = len(LENGTHS) - 1
+    rows = np.arange(len(LENGTHS))
+    with HiddenStore.open(tmp_path) as store:
+        assert store.settled(rows).tolist() == [True] * last + [False]
+        assert not store.holes(rows).any()
+        quarantined = made.manifest.model_copy(update={"quarantined": (made.samples.sample_id(last).hex(),)})
+        write_manifest(tmp_path, quarantined)
+        store.refresh()
+        assert store.settled(rows).all()
+        assert store.holes(rows).tolist() == [False] * last + [True]
+        write_manifest(tmp_path, made.manifest.model_copy(update={"seed": 1}))
+        with pytest.raises(StoreError, match="made anew"):
+            store.refresh()
+        write_manifest(tmp_path, quarantined.model_copy(update={"complete": True}))
+        store.refresh()
+        assert store.manifest.complete
+        assert store.holes(rows).tolist() == [False] * last + [True]
+
+
+def test_quarantined_samples_are_known_before_the_end(tmp_path: Path) -> None:
+    """The next shard of the bucket that is committed names them; the manifest, once complete, has the last word."""
+    made = make_store(tmp_path, LENGTHS, complete=False)
+    for path in (tmp_path / "index").iterdir():
+        path.unlink()
+    for path in (tmp_path / "shards").iterdir():
+        shutil.rmtree(path)
+    ids = [made.samples.sample_id(row) for row in range(3)]
+    bucket = int(made.samples.buckets[0])
+    writer = make_writer(tmp_path, made.manifest)
+    with HiddenStore.open(tmp_path) as store:
+        writer.quarantine(bucket, [ids[1]])
+        writer.commit_all()
+        assert not store.refresh()
+        assert not store.quarantined.any()
+        writer.append(bucket, ids[:1], LENGTHS[:1], made.rows[0])
+        writer.commit_all()
+        assert store.refresh() == 1
+        assert np.flatnonzero(store.quarantined).tolist() == [1]
+        assert np.flatnonzero(store.settled(np.arange(len(LENGTHS)))).tolist() == [0, 1]
+        assert not list(verify(tmp_path))
+        writer.append(bucket, ids[2:], LENGTHS[2:3], made.rows[2])
+        writer.commit_all()  # says it no more
+        assert [part.quarantined for part in store._parts.values()] == [(ids[1],)]
+        store.refresh()
+        assert [part.quarantined for part in store._parts.values()] == [(ids[1],), ()]
+        writer.append(bucket, ids[1:2], LENGTHS[1:2], made.rows[1])  # another run had better luck
+        writer.commit_all()
+        store.refresh()
+        assert not store.quarantined.any()
+        write_manifest(tmp_path, made.manifest.model_copy(update={"complete": True, "quarantined": (ids[0].hex(),)}))
+        store.refresh()
+        assert not store.quarantined.any()  # what is committed is there
 
 
 def test_an_empty_store(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """One step over drafters and ranks against one computed plainly in fp64; a drafter that fails; weights copied back."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from dflash_tool.errors import DflashError
+from dflash_tool.errors import DflashError, StoreError
 from dflash_tool.loader import MixedBatch
+from dflash_tool.pipeline.train_run import check_together
+from dflash_tool.ranks import Ranks
 from dflash_tool.trainer.timing import bottleneck
 
 from .scale_kit import NO_ANCHOR, Step, batches, check_step, loop_of
@@ -100,8 +104,17 @@ def test_a_step_that_is_not_finite_changes_no_weight() -> None:
     assert all(torch.equal(one, two) for one, two in zip(before, loop.group.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(("other", "what"), [({"step": 3}, "step"), ({"samples_fingerprint": "b"}, "plan of steps")])
+def test_ranks_that_would_begin_differently_are_refused(other: dict[str, object], what: str) -> None:
+    """As where one machine doesn't see the run's folder, or has a store of its own."""
+    store, stands = HashStore(), {"epoch": 0, "step": 0, "samples_fingerprint": "a"}
+    store.set("begin/1", json.dumps(stands | other))
+    with pytest.raises(StoreError, match=f"rank 1 begins with another {what} than rank 0"):
+        check_together(Ranks(0, 2, store), Path("run"), stands)
+
+
 def test_the_bottleneck_is_named() -> None:
     assert "forward and backward" in bottleneck({"forward": 3.0, "backward": 4.0, "data": 5.0})
-    assert "58 % reading hidden states" in bottleneck({"forward": 2.0, "backward": 3.0, "data": 7.0})
+    assert "reading hidden states (58 % of the time)" in bottleneck({"forward": 2.0, "backward": 3.0, "data": 7.0})
     assert "slowest rank" in bottleneck({"forward": 1.0, "ranks": 2.0})
     assert bottleneck({}) == ""
