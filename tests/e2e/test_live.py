@@ -245,6 +245,8 @@ def test_samples_with_nan_are_left_out_and_listed(
     assert len(manifest.quarantined) == 1
     samples = [row["samples"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
     assert sum(samples) == 2 * (training - 1)
+    pipeline.train(config.train().model_copy(update={"out": tmp_path / "train"}))
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "train"), rtol=1e-5)
     with pytest.raises(DflashError, match="max-bad"):
         pipeline.live(config.model_copy(update={"out": tmp_path / "none", "tee": None, "max_bad": 0.0}))
 
