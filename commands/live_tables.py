@@ -1,6 +1,7 @@
 """What `dflash live` shows while it runs and prints at its end."""
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -68,7 +69,7 @@ def _flow_rows(flow: Flow, seconds: float) -> list[tuple[str, str]]:
 
 def live_text(result: LiveResult) -> RenderableType:
     """What came of it, and who waited for whom."""
-    parts: list[RenderableType] = [train_text(result.trained)]
+    parts: list[RenderableType] = [train_text(replace(result.trained, bottleneck=""))]
     if result.flow is not None:
         parts.append(facts(_flow_rows(result.flow, result.trained.seconds)))
         parts.append(Text(f"{result.bottleneck[:1].upper()}{result.bottleneck[1:]}."))
