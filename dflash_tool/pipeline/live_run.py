@@ -109,7 +109,9 @@ def live(config: LiveConfig, telemetry: LiveTelemetry | None = None) -> LiveResu
     with StopSignals() as stop, ranks.alive(), ExitStack() as stack:
         guards = Guards(check_lock=lambda: None, stop=stop)
         if ranks.rank == 0:
-            guards = replace(guards, check_lock=stack.enter_context(_own_folders(config)).check)
+            stack.enter_context(_own(config.out, config.out / SETTINGS))
+            lock = stack.enter_context(_own(config.store, config.out / SETTINGS))
+            guards = replace(guards, check_lock=lock.check)
         return _live(config, resolved, ranks, telemetry, guards, threads)
 
 
@@ -257,16 +259,15 @@ def check_folders(config: LiveConfig) -> None:
 
 
 @contextmanager
-def _own_folders(config: LiveConfig) -> Iterator[RunLock]:
-    """Make and lock the run's folder and that of its store. What was refused before it began leaves no trace."""
-    made = [folder for folder in (config.out, config.store) if make_folder(folder)]
-    with RunLock(config.out), RunLock(config.store) as lock:
+def _own(folder: Path, begun: Path) -> Iterator[RunLock]:
+    """Make and lock a folder. If the run is refused before it has begun, a new one is removed again."""
+    made = make_folder(folder)
+    with RunLock(folder) as lock:
         try:
             yield lock
         except BaseException:
-            if not (config.out / SETTINGS).exists():
-                for folder in made:
-                    shutil.rmtree(folder, ignore_errors=True)
+            if made and not begun.exists():
+                shutil.rmtree(folder, ignore_errors=True)
             raise
 
 

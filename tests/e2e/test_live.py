@@ -18,6 +18,7 @@ import torch
 from dflash_tool import pipeline
 from dflash_tool.errors import DflashError, TargetError
 from dflash_tool.pipeline.live_source import LiveFeed
+from dflash_tool.store.lock import RunLock
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.verify import verify
 from dflash_tool.target import Captured, TargetModel
@@ -287,6 +288,9 @@ def test_a_tee_of_other_settings_and_other_folders_are_refused(
     refused = dflash(*command)
     assert refused.code == 1
     assert "--max-length: max_length: the store has 40, this run 50" in " ".join(refused.err.split())
+    assert not (tmp_path / "run").exists()
+    with RunLock(tmp_path / "store"):
+        assert "is being written by" in dflash(*words(target, data, tmp_path / "run", tee=tmp_path / "store")[3:]).err
     assert not (tmp_path / "run").exists()
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "thesis.tex").touch()
