@@ -54,7 +54,8 @@ class TrainLog:
             self._idle_steps += 1
             self._fewest = min(result.microbatches, self._fewest or result.microbatches)
         telemetry.update(step=loop.steps_done, lr=result.lr, buckets=result.buckets)
-        if loop.steps_done % self._run.config.log_every and loop.steps_done != loop.total_steps:
+        due = loop.steps_done % self._run.config.log_every == 0 or loop.steps_done == loop.total_steps
+        if not due or not result.blocks:  # a step of nothing but quarantined samples has no loss to write down
             _add(self.spent, result.seconds)
             return
         before = time.perf_counter()

@@ -99,7 +99,7 @@ def open_run(
     source_of: where batches come from, if not from the store, which then may be unfinished.
     """
     ranks = ranks or Ranks()
-    telemetry.stage("opening the store")
+    telemetry.stage("waiting for an extraction to begin" if config.follow else "opening the store")
     store = open_stores(config, unfinished=source_of is not None)
     start = read_drafter_config(config.init_from) if config.init_from is not None else None
     if start is not None:
@@ -241,12 +241,16 @@ def resume(run: TrainRun) -> Checkpoint | None:
     now = run.config.model_dump(mode="json")
     if path.exists():
         _check_same(yaml.safe_load(path.read_text(encoding="utf-8")), now, path)
+    checkpoint = run.checkpoints.newest()
+    if checkpoint is not None:
+        _go_on(run, checkpoint)
     if run.leads:
         with disk_errors(path, "write"):
             replace_file(path, yaml.safe_dump(now, sort_keys=False, allow_unicode=True).encode())
-    checkpoint = run.checkpoints.newest()
-    if checkpoint is None:
-        return None
+    return checkpoint
+
+
+def _go_on(run: TrainRun, checkpoint: Checkpoint) -> None:
     state = checkpoint.state
     if state.store_settings != run.store.fingerprint:
         raise ConfigError(
@@ -265,7 +269,6 @@ def resume(run: TrainRun) -> Checkpoint | None:
             f"the checkpoint was made with {made_with[0]} torch threads and {made_with[1]} drafters, this run has "
             f"{now_with[0]} and {now_with[1]}: losses agree to rounding, not to the bit"
         )
-    return checkpoint
 
 
 def check_together(ranks: Ranks, out: Path, stands: dict[str, Any]) -> None:

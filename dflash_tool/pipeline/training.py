@@ -117,7 +117,7 @@ def _train(run: TrainRun, log: TrainLog) -> TrainResult:
         done = loop.steps_done
         last = done == loop.total_steps
         if last or done % config.val_every == 0:
-            run.newest_validation = _validate(run, log) or run.newest_validation
+            _validate(run, log)
         stopped = _asked_to_stop(run, result)
         if last or done % config.save_every == 0 or stopped:
             _save(run, log)
@@ -167,6 +167,7 @@ def _validate(run: TrainRun, log: TrainLog) -> dict[str, Any] | None:
         found: Validation = run.validator.run(run.model)
     row = {"step": run.loop.steps_done, **found.as_row()}
     log.write(row)
+    run.newest_validation = row
     run.telemetry.tau(run.loop.steps_done, found.walk_tau)
     run.telemetry.stage("training")
     if run.loop.steps_done and (run.best is None or found.walk_tau > run.best[0]):

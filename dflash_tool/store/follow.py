@@ -16,6 +16,7 @@ from dflash_tool.errors import StoreError
 from dflash_tool.store.joined import JoinedStore
 from dflash_tool.store.layout import CONFIG, HEAD, MANIFEST, SAMPLES
 from dflash_tool.store.lock import WriterWatch
+from dflash_tool.store.manifest import read_manifest
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.wording import counted
 
@@ -23,6 +24,8 @@ Int64s = NDArray[np.int64]
 
 _EVERY = 1.0
 """Seconds between two looks: a shard is committed every minute or two."""
+_PATIENCE = 120.0
+"""Seconds for an extraction to begin: it hashes the target's weights before it locks the store."""
 
 
 class WriterGone(StoreError):  # noqa: N818 - says what happened
@@ -38,9 +41,21 @@ class WriterGone(StoreError):  # noqa: N818 - says what happened
 
 
 def wait_until_begun(root: Path, pause: Callable[[float], None] = time.sleep) -> None:
-    """Wait while a running `extract` prepares the samples and copies the head; what is missing then, opening says."""
-    watch = WriterWatch(root)
-    while not all((root / name).exists() for name in (MANIFEST, SAMPLES, HEAD)) and watch.alive():
+    """Wait until a running `extract` has prepared the samples and copied the head; return at once if it is complete.
+
+    An `extract` that was started just before, or goes on with a store, takes a while to be seen; who waits longer than
+    `_PATIENCE` finds what is there: opening says what is missing.
+    """
+    watch, waited = WriterWatch(root), 0.0
+    while True:
+        begun = all((root / name).exists() for name in (MANIFEST, SAMPLES, HEAD))
+        alive = watch.alive()
+        if begun and (alive or read_manifest(root).complete):
+            return
+        if not alive:
+            if waited >= _PATIENCE:
+                return
+            waited += _EVERY
         pause(_EVERY)
 
 

@@ -120,12 +120,12 @@ class DrafterTrainLoop:
         clock.spent("ranks")
         every = [work for each in reports for work in each["works"]]
         weight = sum(work["weight"] for work in every)
-        if weight == 0:
+        if weight == 0 and len(step.rows):
             raise DflashError(f"step {self.steps_done}: none of its {counted(len(step.rows), 'sample')} has an anchor")
         sums, lr = self.group.sums, self.learning_rate(self.steps_done)
         self._all_reduce(sums.flat)
         clock.spent("reduce")
-        grad_norm = self._apply(sums, weight, lr)
+        grad_norm = self._apply(sums, weight or 1.0, lr)  # all samples quarantined: no gradient, but a step
         clock.spent("optimizer")
         self._unchecked.append(step.rows)
         self.steps_done += 1

@@ -1,4 +1,4 @@
-"""A finished store, made once, and copies of it to spoil."""
+"""A finished store, made once, and copies of it to spoil; stores of other targets and sizes, each made once."""
 
 import shutil
 from collections.abc import Callable
@@ -29,3 +29,27 @@ def copied(finished: Store, tmp_path: Path) -> Store:
     out = tmp_path / "store"
     shutil.copytree(finished.out, out)
     return Store(finished.words, out)
+
+
+@pytest.fixture(scope="session")
+def extract(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """Make a store of so many samples, layers 1 and 3 unless it says otherwise."""
+    from dflash_tool import pipeline
+    from dflash_tool.schemas.config import ExtractConfig
+
+    made: dict[str, Path] = {}
+
+    def make(samples: int = 100, *, family: str = "qwen3", seed: int = 0, **changed: object) -> Path:
+        key = f"{samples} {family} {seed} {changed}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("extracted") / "store"
+            data = token_rows(samples, seed=seed)
+            options = {"layers": (1, 3), "buckets": 3, **changed}
+            pipeline.extract(
+                ExtractConfig(target=str(random_target(family)), data=(data,), out=made[key], **options)  # type: ignore[arg-type]
+            )
+        return made[key]
+
+    return make

@@ -133,6 +133,8 @@ def test_a_finished_run_has_what_engines_and_people_need(store: Path, tmp_path: 
     kept = sorted(path.name for path in folder.glob("step-*"))
     assert f"step-{result['total_steps']:07d}" in kept
     assert len(kept) <= 3
+    best = json.loads((folder / "best" / "state.json").read_text())
+    assert best["validation"]["step"] == best["step"]  # what it measured goes with it wherever it is copied
     config = json.loads((folder / "last" / "config.json").read_text())
     assert config["block_size"] == config["dflash_config"]["block_size"] == 4
     assert config["target_layer_ids"] == [1, 3]

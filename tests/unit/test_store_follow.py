@@ -125,4 +125,20 @@ def test_an_extraction_that_has_just_begun_is_waited_for(tmp_path: Path) -> None
             root, pause=lambda _: (tmp_path / "whole" / (name := next(names))).rename(root / name) and None
         )
     assert next(names, None) is None
-    wait_until_begun(tmp_path / "nothing", pause=lambda _: pytest.fail("nobody is writing there"))
+    wait_until_begun(tmp_path / "store", pause=lambda _: pytest.fail("it is complete"))
+
+
+def test_an_extraction_about_to_begin_is_waited_for(tmp_path: Path) -> None:
+    """It goes on with an unfinished store, and takes its lock after a while; nobody is waited for for ever."""
+    root = tmp_path / "store"
+    make_store(root, [5, 6, 7], complete=False)
+    (root / "head").mkdir(exist_ok=True)
+    lock = RunLock(root)
+    pauses = iter([lambda: None, lock.acquire])
+    wait_until_begun(root, pause=lambda _: next(pauses)())
+    assert next(pauses, None) is None
+    lock.release()
+    seconds: list[float] = []
+    wait_until_begun(root, pause=seconds.append)
+    wait_until_begun(tmp_path / "nothing", pause=seconds.append)
+    assert sum(seconds) == 2 * 120

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -111,6 +112,18 @@ def test_ranks_that_would_begin_differently_are_refused(other: dict[str, object]
     store.set("begin/1", json.dumps(stands | other))
     with pytest.raises(StoreError, match=f"rank 1 begins with another {what} than rank 0"):
         check_together(Ranks(0, 2, store), Path("run"), stands)
+
+
+def test_a_step_whose_samples_are_all_quarantined_has_no_gradient() -> None:
+    """It is a step all the same, as the plan has it; samples without any anchor, though, are a defect."""
+    loop = loop_of(1, clip=1.0)
+    before = [parameter.detach().clone() for parameter in loop.group.model.parameters()]
+    with loop.group:
+        result = loop.step(Step([[]], rows=np.empty(0, np.int64)))
+        assert (float(result.loss), float(result.grad_norm), result.blocks, loop.steps_done) == (0, 0, 0, 1)
+        assert all(torch.equal(one, two) for one, two in zip(before, loop.group.model.parameters(), strict=True))
+        with pytest.raises(DflashError, match="none of its 3 samples has an anchor"):
+            loop.step(Step([[]]))
 
 
 def test_the_bottleneck_is_named() -> None:
