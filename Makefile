@@ -14,6 +14,8 @@ demo: $(VENV)/.installed
 	rm -rf demo
 	$(BIN)/dflash extract --target examples/tiny-target --data examples/chats.jsonl --out demo/store
 	$(BIN)/dflash stats demo/store --verify
+	$(BIN)/dflash live --target examples/tiny-target --data examples/chats.jsonl --out demo/live \
+	  --max-steps 10 --batch-samples 32 --draft-layers 2 --anchors 32 --val-samples 32
 
 test: lint types contracts tests package
 

@@ -6,6 +6,7 @@ from dflash_tool import __version__
 from dflash_tool.commands.eval import eval_
 from dflash_tool.commands.export import export
 from dflash_tool.commands.extract import extract
+from dflash_tool.commands.live import live
 from dflash_tool.commands.stats import stats
 from dflash_tool.commands.train import train
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(extract)
 app.command()(train)
+app.command()(live)
 app.command()(stats)
 app.command("eval")(eval_)
 app.command()(export)

@@ -1,33 +1,86 @@
-"""A picture of a running command: redrawn on a terminal, a plain line now and then elsewhere. All on stderr."""
+"""`dflash live`: a file of chats -> a drafter, the target beside it; nothing is stored but what is held out."""
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
 
-from rich.console import Console, RenderableType
-from rich.live import Live
+from rich.console import Console
 
-_PLAIN_SECONDS = 10.0
+from dflash_tool.commands.extract import extract
+from dflash_tool.commands.options import load_config, option
+from dflash_tool.commands.train import train
+
+# Options of `train` that are about stores to read.
+_OF_A_STORE = {"store", "weight", "follow", "loader_threads", "verify_reads"}
 
 
-@contextmanager
-def show_live(panel: Callable[[], RenderableType], line: Callable[[], str], console: Console) -> Iterator[None]:
-    """Draw `panel()` on a terminal while the body runs; elsewhere print `line()` now and then."""
-    if console.is_terminal:
-        with Live(get_renderable=panel, console=console, refresh_per_second=4, transient=True):
-            yield
+def live(**given: Any) -> None:
+    """Train a DFlash drafter beside its target: hidden states go to it directly, and none are stored.
+
+    The same steps as `extract` and `train` with these options. Safe to stop and to kill: the same command goes on from
+    its newest checkpoint. The drafter that engines load is RUN/checkpoints/best.
+
+    Example: dflash live --target ./Qwen3-8B --data chats.jsonl --out ./run
+    """
+    flags = dict(given)
+    file, dry_run, as_json, template_arg = (
+        flags.pop(name) for name in ("config", "dry_run", "as_json", "template_arg")
+    )
+    from dflash_tool.prompts import parse_template_args
+    from dflash_tool.schemas.live import LiveConfig
+
+    flags["template_args"] = parse_template_args(template_arg or [])
+    flags["compile"] = flags.pop("compile_")
+    resolved = load_config(LiveConfig, file, flags)
+
+    from dflash_tool import pipeline
+    from dflash_tool.commands.live_tables import live_text, plan_text, show_run
+
+    telemetry = pipeline.LiveTelemetry()
+    speaks = os.environ.get("RANK", "0") == "0"  # under torchrun one rank speaks for all
+    with show_run(telemetry, Console(stderr=True, quiet=not speaks)):
+        outcome = pipeline.plan_live(resolved, telemetry.extract) if dry_run else pipeline.live(resolved, telemetry)
+    if not speaks:
         return
-    done = threading.Event()
+    if as_json:
+        print(json.dumps(outcome.as_json(), indent=2))  # noqa: T201 - the one document on stdout
+    elif isinstance(outcome, pipeline.LiveResult):
+        Console().print(live_text(outcome))
+    else:
+        Console().print(plan_text(outcome))
 
-    def print_lines() -> None:
-        with suppress(OSError):  # a log that can't be written is no reason to stop
-            while not done.wait(_PLAIN_SECONDS):
-                console.print(line(), soft_wrap=True, highlight=False, markup=False)
 
-    printer = threading.Thread(target=print_lines, name="progress", daemon=True)
-    printer.start()
-    try:
-        yield
-    finally:
-        done.set()
-        printer.join()
+def _own(
+    out: Annotated[Path | None, option("Input", "The run's folder: new, or one to go on with.", metavar="RUN")] = None,
+    tee: Annotated[
+        Path | None,
+        option("Input", "A store for what passes, too: `dflash train --store` can use it afterwards.", metavar="STORE"),
+    ] = None,
+    max_steps_ahead: Annotated[
+        int | None,
+        option("Batches and memory", "Steps that targets may be ahead of the drafters.", "8", metavar="N"),
+    ] = None,
+    hs_queue_depth: Annotated[
+        int | None,
+        option(
+            "Batches and memory", "Batches of one bucket in flight, at most.", "2 (targets + drafters) + 2", metavar="N"
+        ),
+    ] = None,
+    seed: Annotated[int | None, option("Run", "Of weights, order, anchors and split.", "0", metavar="N")] = None,
+) -> None:
+    """Options that `live` has besides those of `extract` and `train`, or says otherwise."""
+
+
+def _signature() -> inspect.Signature:
+    """The options of `extract` and those of `train`, each once."""
+    merged: dict[str, inspect.Parameter] = {}
+    for command in (extract, train, _own):
+        for name, parameter in inspect.signature(command).parameters.items():
+            if command is _own or name not in merged:
+                merged[name] = parameter
+    return inspect.Signature([parameter for name, parameter in merged.items() if name not in _OF_A_STORE])
+
+
+live.__signature__ = _signature()  # type: ignore[attr-defined]

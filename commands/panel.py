@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_tool.commands.format import count, duration, facts, share, size, waits_text
-from dflash_tool.commands.live import show_live
+from dflash_tool.commands.redraw import show_live
 from dflash_tool.telemetry import ExtractSnapshot, ExtractTelemetry
 from dflash_tool.wording import counted
 

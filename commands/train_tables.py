@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_tool.commands.format import count, duration, facts, share, size
-from dflash_tool.commands.live import show_live
+from dflash_tool.commands.redraw import show_live
 from dflash_tool.pipeline import TrainResult
 from dflash_tool.telemetry import TrainSnapshot, TrainTelemetry
 

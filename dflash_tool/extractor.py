@@ -109,6 +109,9 @@ class TargetCounters:
     tokens: int = 0  # real ones
     computing: float = 0.0
     waiting: float = 0.0  # for a batch
+    padded_tokens: int = 0
+    at_work: tuple[int, float] | None = None  # padded tokens of the batch it is at, and since when
+    free_since: float | None = None  # while it waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +125,22 @@ class TargetForwardLoop:
 
     def run(self) -> None:
         """Take, capture, put."""
-        free_since = time.monotonic()
+        counters = self.counters
+        free_since = counters.free_since = time.monotonic()
         for work in iter_queue(self.source):
             began = time.monotonic()
+            counters.free_since = None
+            counters.waiting += began - free_since
+            counters.at_work = work.payload.batch.padded_tokens, began
             states = self._states(work.payload)
             ended = time.monotonic()
+            counters.at_work = None
             self.out.put(Item(work.index, work.payload.batch.bucket, work.nbytes, states))
-            self.counters.waiting += began - free_since
-            self.counters.computing += ended - began
-            self.counters.tokens += states.real_tokens
-            free_since = time.monotonic()
+            counters.computing += ended - began
+            counters.tokens += states.real_tokens
+            counters.padded_tokens += states.padded_tokens
+            free_since = counters.free_since = time.monotonic()
+        counters.free_since = None
 
     def _states(self, work: TargetBatch) -> HiddenStates:
         captured = self.target.capture(work.input_ids, work.lengths, work.keep)

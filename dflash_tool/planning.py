@@ -5,7 +5,7 @@
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -189,6 +189,24 @@ def make_plan(
         peak_inflight_bytes=_peak_bound(resolved, batches, manifest.row_bytes),
         warnings=_warnings(resolved, largest),
         prepared=prepared,
+    )
+
+
+def plan_rows(plan: ExtractionPlan, rows: NDArray[np.int64]) -> ExtractionPlan:
+    """The part of a plan that captures only these rows of samples.arrow; the manifest stays that of all samples."""
+    resolved, manifest, samples = plan.resolved, plan.manifest, plan.samples
+    lengths, buckets = samples.lengths.astype(np.int64), samples.buckets.astype(np.int64)
+    order = epoch_order(samples.ids[rows], buckets[rows], seed=resolved.config.seed, epoch=0)
+    batches = extraction_batches(rows[order], lengths, buckets, batch_tokens=resolved.settings["batch_tokens"])
+    by_bucket = _bucket_plans(manifest.edges, lengths[rows], buckets[rows], batches)
+    return replace(
+        plan,
+        batches=batches,
+        buckets=by_bucket,
+        padding=padding_share(batches, lengths),
+        disk=_disk_need(resolved, manifest, samples, by_bucket),
+        largest_batch_bytes=max((batch.padded_tokens for batch in batches), default=0) * manifest.row_bytes,
+        peak_inflight_bytes=_peak_bound(resolved, batches, manifest.row_bytes),
     )
 
 

@@ -49,6 +49,7 @@ class Ranks:
         self.store = self._store = store
         self._told: str | None = None  # our key of the newest meeting
         self._alone = itertools.count()
+        self._firsts = itertools.count()
 
     @classmethod
     def join(cls) -> "Ranks":
@@ -70,15 +71,16 @@ class Ranks:
         """
         if self._store is None:
             return work()
+        key = f"first {next(self._firsts)}"
         if self.rank == 0:
             try:
                 result = work()
             except BaseException as error:
-                self._store.set("first", json.dumps(str(error) or type(error).__name__))
+                self._store.set(key, json.dumps(str(error) or type(error).__name__))
                 raise
-            self._store.set("first", json.dumps(None))
+            self._store.set(key, json.dumps(None))
             return result
-        refused = json.loads(self._wait_for("first"))
+        refused = json.loads(self._wait_for(key))
         if refused is not None:
             raise DflashError("rank 0 could not begin; its message says why")
         return None

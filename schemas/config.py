@@ -21,7 +21,7 @@ def int_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_PATHS = {"target", "data", "out", "chat_template"}
+_PATHS = {"target", "data", "out", "chat_template", "tee"}
 
 
 def _at_home(value: Any) -> Any:
@@ -51,18 +51,26 @@ def _buckets(value: Any) -> Any:
     return numbers[0] if one else tuple(numbers)
 
 
-class ExtractConfig(BaseModel):
+class RunConfig(BaseModel):
+    """What every run has: where it writes, its seed, how much may be in flight (GiB: powers of two)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=False)
+
+    out: Path
+    mask_token_id: int | None = Field(default=None, ge=0)
+    inflight_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+class ExtractConfig(RunConfig):
     """Everything that decides what `extract` does. Sizes in GiB and MiB are powers of two.
 
     `buckets` is a count or explicit inclusive upper edges; `layers` are 0-based decoder layer ids (the
     output of that layer); None means "choose by the target, the device or the machine".
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=False)
-
     target: str
     data: tuple[Path, ...] = Field(min_length=1)
-    out: Path
     max_length: int | None = Field(default=None, ge=2)
     overlength: Literal["truncate", "skip"] = "truncate"
     turns: Literal["each", "last"] = "each"
@@ -70,7 +78,6 @@ class ExtractConfig(BaseModel):
     template_args: dict[str, Any] = Field(default_factory=dict)
     layers: Annotated[Annotated[tuple[int, ...], Field(min_length=1)] | None, BeforeValidator(int_list)] = None
     final_hidden: bool = Field(default=False, description="store the last layer's output before the final norm too")
-    mask_token_id: int | None = Field(default=None, ge=0)
     dtype: ComputeDtype = "auto"
     store_dtype: StoreDtype = "bfloat16"
     target_device: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(strings)] = ("auto",)
@@ -78,12 +85,10 @@ class ExtractConfig(BaseModel):
     trust_remote_code: bool = False
     buckets: Annotated[Annotated[int, Field(ge=1, le=256)] | tuple[int, ...], BeforeValidator(_buckets)] = 6
     batch_tokens: int | None = Field(default=None, ge=1)
-    inflight_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     hs_queue_depth: int | None = Field(default=None, ge=1)
     shard_mib: float = Field(default=1024, ge=0.001, allow_inf_nan=False)
     commit_every: float = Field(default=120, gt=0, allow_inf_nan=False, description="seconds")
     max_bad: float = Field(default=0.01, ge=0, le=1, description="share of samples with NaN or Inf states")
-    seed: int = Field(default=0, ge=0, lt=2**63)
     strict: bool = False
     verify: bool = Field(default=False, description="hash the shards that are there, and make damaged ones again")
 

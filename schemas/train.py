@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from dflash_tool.schemas.config import int_list, strings
+from dflash_tool.schemas.config import RunConfig, int_list, strings
 
 
 def _one_or_many(value: Any) -> Any:
@@ -13,25 +13,18 @@ def _one_or_many(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-class TrainConfig(BaseModel):
-    """Everything that decides what `train` does; None means "choose by the store, the block size or the device".
+class TrainOptions(RunConfig):
+    """What decides how a drafter is trained, wherever the hidden states come from.
+
+    None means "choose by the store, the block size or the device".
 
     Defaults are the DFlash paper's where it gives them. `warmup` is a share of all steps; `microbatch_tokens` counts
     context tokens of one forward, padding included.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    store: Annotated[tuple[Path, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
-    weight: Annotated[
-        tuple[Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)], ...], BeforeValidator(_one_or_many)
-    ] = Field(default=(), description="copies of each store's samples, one for each store; none given: 1 each")
-    follow: bool = Field(default=False, description="a store may still be in the making")
-    out: Path
     block_size: int = Field(default=16, ge=2)
     draft_layers: int = Field(default=5, ge=1)
     aux_layers: Annotated[tuple[int, ...] | None, BeforeValidator(int_list)] = None
-    mask_token_id: int | None = Field(default=None, ge=0)
     init_from: Path | None = Field(default=None, description="folder of a drafter to start from")
     anchors: int = Field(default=512, ge=1)
     loss: Literal["decay", "dpace"] = "decay"
@@ -45,7 +38,6 @@ class TrainConfig(BaseModel):
     batch_samples: int = Field(default=512, ge=1)
     microbatch_tokens: int | None = Field(default=None, ge=1)
     grad_checkpointing: bool = False
-    seed: int = Field(default=0, ge=0, lt=2**63)
     val_fraction: float = Field(default=0.01, ge=0, lt=1)
     val_samples: int = Field(default=512, ge=0)
     val_every: int = Field(default=200, ge=1, description="steps")
@@ -56,7 +48,16 @@ class TrainConfig(BaseModel):
     drafter_device: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(strings)] = ("auto",)
     drafters: int = Field(default=1, ge=1, description="replicas on each drafter device")
     compile: bool = False
-    inflight_gib: float | None = Field(default=None, gt=0)
+
+
+class TrainConfig(TrainOptions):
+    """Everything that decides what `train` does."""
+
+    store: Annotated[tuple[Path, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
+    weight: Annotated[
+        tuple[Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)], ...], BeforeValidator(_one_or_many)
+    ] = Field(default=(), description="copies of each store's samples, one for each store; none given: 1 each")
+    follow: bool = Field(default=False, description="a store may still be in the making")
     loader_threads: int = Field(default=2, ge=1)
     verify_reads: Literal["first", "always", "never"] = "first"
 

@@ -27,6 +27,7 @@ from dflash_tool.loader.batch import MixedBatch
 from dflash_tool.loader.prefetch import LoaderClosed, PlannedStep, Prefetch, batch_bytes
 from dflash_tool.loader.reader import SampleReader, VerifyReads
 from dflash_tool.loader.ring import ring_memory
+from dflash_tool.loader.source import BatchSource, SourceOf
 from dflash_tool.store.follow import Follower
 from dflash_tool.store.joined import AnyStore
 
@@ -94,6 +95,7 @@ class MixingLoader:
         pin: page-locked memory, for CUDA.
         rank, world: of the processes that train together, all with as many drafters.
         drafters: local ones; number d of this rank has `assign(step, world * drafters)[rank * drafters + d]`.
+        source_of: where batches come from, if not from the store, of which then only the samples are used.
         follower: of `store`, if it is still being written: each step waits until all its samples are there.
 
     Raises:
@@ -118,6 +120,7 @@ class MixingLoader:
         rank: int = 0,
         world: int = 1,
         drafters: int = 1,
+        source_of: SourceOf | None = None,
         follower: Follower | None = None,
     ) -> None:
         if len(rows) == 0:
@@ -131,12 +134,13 @@ class MixingLoader:
         self._rows, self._plan_of, self._epochs = rows, plan_of, epochs
         self._window_bytes, self._threads, self._pin = window_bytes, threads, pin
         self._rank, self._world, self._drafters = rank, world, drafters
+        self._source_of = source_of
         self._ending = threading.Lock()
         self._follower = follower
         plan = plan_of(0)
         self._check_window(plan, int(store.samples.lengths[rows].max()))
         self._position = (0, 0, plan.samples_fingerprint)  # epoch, steps of it that are consumed, plan
-        self._prefetch: Prefetch | None = None
+        self._prefetch: BatchSource | None = None
         self._memory: NDArray[np.uint8] | None = None  # made once: a second iteration uses it again
         self._error: BaseException | None = None
         self._last: BaseException | None = None
@@ -155,11 +159,8 @@ class MixingLoader:
         self.close()
         epoch, done, _ = self._position
         self._leave = threading.Event()
-        if self._memory is None:
-            self._memory = ring_memory(self._window_bytes, pin=self._pin)
-        prefetch = self._prefetch = Prefetch(
-            self._steps(epoch, done), self._reader, memory=self._memory, threads=self._threads
-        )
+        source_of = self._source_of or self._read_ahead
+        prefetch = self._prefetch = source_of(self._steps(epoch, done), self._reader.layers)
         batch_number = step_number = 0
         try:
             if self._error is not None:
@@ -251,7 +252,13 @@ class MixingLoader:
     ) -> None:
         self.close()
 
-    def _end(self, prefetch: Prefetch) -> None:
+    def _read_ahead(self, steps: Iterator[PlannedStep], _layers: tuple[int, ...]) -> Prefetch:
+        """The source of batches that a store is."""
+        if self._memory is None:
+            self._memory = ring_memory(self._window_bytes, pin=self._pin)
+        return Prefetch(steps, self._reader, memory=self._memory, threads=self._threads)
+
+    def _end(self, prefetch: BatchSource) -> None:
         self._leave.set()
         prefetch.close()
         with self._ending:
@@ -300,7 +307,7 @@ class MixingLoader:
         rows = rows[~store.holes(rows)]
         return replace(planned, rows=rows, width=int(store.samples.lengths[rows[-1]])) if rows.size else None
 
-    def _shares(self, prefetch: Prefetch, planned: PlannedStep, first: int) -> list[Iterator[MixedBatch]]:
+    def _shares(self, prefetch: BatchSource, planned: PlannedStep, first: int) -> list[Iterator[MixedBatch]]:
         """Each drafter's batches, numbered from `first`. Once all are read to their ends, the step is consumed."""
         unread, lock = self._drafters, threading.Lock()
 
@@ -316,7 +323,9 @@ class MixingLoader:
             numbers[drafter].append(number)
         return [self._batches(prefetch, share, read_one) for share in numbers]
 
-    def _batches(self, prefetch: Prefetch, numbers: Sequence[int], at_end: Callable[[], None]) -> Iterator[MixedBatch]:
+    def _batches(
+        self, prefetch: BatchSource, numbers: Sequence[int], at_end: Callable[[], None]
+    ) -> Iterator[MixedBatch]:
         for number in numbers:
             try:
                 batch = prefetch.take_batch(number)

@@ -2,12 +2,9 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from dflash_tool.lifecycle import (
     OpenStore,
@@ -19,20 +16,19 @@ from dflash_tool.lifecycle import (
     sum_up,
 )
 from dflash_tool.pipeline.extraction_run import Guards, run_extraction
+from dflash_tool.pipeline.targets import load_targets, target_notes
 from dflash_tool.planning import ExtractionPlan, make_plan, prepare_samples
 from dflash_tool.ranks import Ranks
 from dflash_tool.resolving import Resolved, resolve
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.manifest import Manifest, RunSummary
 from dflash_tool.signals import StopSignals
-from dflash_tool.store.checksums import write_checksums
 from dflash_tool.store.disk import check_room
-from dflash_tool.store.files import disk_errors, fsync_path, make_folder
-from dflash_tool.store.layout import HEAD, MANIFEST
+from dflash_tool.store.files import make_folder
+from dflash_tool.store.layout import MANIFEST
 from dflash_tool.store.lock import RunLock
 from dflash_tool.store.manifest import check_same_settings, read_manifest
 from dflash_tool.store.recover import read_index
-from dflash_tool.target import TargetModel
 from dflash_tool.telemetry import ExtractTelemetry
 from dflash_tool.wording import counted, verb
 
@@ -120,11 +116,11 @@ def _extract(resolved: Resolved, ranks: Ranks, telemetry: ExtractTelemetry, guar
     store = ranks.first(open_and_begin) or join_store(resolved)
     manifest, run, notes = store.earlier, None, list(store.plan.warnings)
     if manifest is None or not store.finished:
-        targets = _load_targets(resolved, telemetry, write_head=ranks.rank == 0)
+        targets = load_targets(resolved, telemetry, write_head=ranks.rank == 0)
         ranks.barrier()  # from here on shards are committed: everybody has seen what was held
         summary, quarantined = run_extraction(store, targets, ranks, telemetry, guards)
         manifest, run = _finish(store.plan, store.earlier, ranks, summary, quarantined)
-        notes += _notes(targets)
+        notes += target_notes(targets)
     return ExtractResult(
         store=resolved.config.out,
         manifest=manifest,
@@ -134,15 +130,6 @@ def _extract(resolved: Resolved, ranks: Ranks, telemetry: ExtractTelemetry, guar
         removed=store.removed,
         notes=tuple(notes),
     )
-
-
-def _notes(targets: dict[str, TargetModel]) -> Iterator[str]:
-    for name, target in targets.items():
-        if target.halvings:
-            times = counted(target.halvings, "time")
-            yield f"{name} ran out of memory and cut a batch in two {times}: lower --batch-tokens"
-    if any(target.masked for target in targets.values()):
-        yield "this target's attention looks ahead: a drafter trained on its states would see what it is to predict"
 
 
 def _finish(
@@ -158,40 +145,3 @@ def _finish(
     manifest = complete(job, total, [row for report in reports for row in report["quarantined"]])
     ranks.finish()
     return manifest, total
-
-
-def _load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head: bool) -> dict[str, TargetModel]:
-    """A target for each device, replicas sharing their weights; by name. Writes `head/` where it is missing."""
-    telemetry.stage("loading the target")
-    on_cpu = sum(device.type == "cpu" for device in resolved.devices)
-    if on_cpu > 1:  # they compute at the same time and share the cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // on_cpu))
-    root = resolved.config.out
-    temporary = root / f".tmp-{HEAD}" if write_head and not (root / HEAD / "head.safetensors").is_file() else None
-    targets: dict[str, TargetModel] = {}
-    loaded: dict[str, TargetModel] = {}
-    for number, device in enumerate(resolved.devices):
-        targets[f"target {number} on {device}"] = loaded[str(device)] = (
-            loaded[str(device)].replica()
-            if str(device) in loaded
-            else TargetModel.load(
-                resolved.target,
-                layers=resolved.layers,
-                device=device,
-                dtype=resolved.dtype,
-                store_dtype=resolved.config.store_dtype,
-                head=temporary if not targets else None,
-                trust_remote_code=resolved.config.trust_remote_code,
-            )
-        )
-    if write_head:
-        with disk_errors(root / HEAD, "write"):
-            if temporary is not None:
-                resolved.tokenizer.save_pretrained(temporary)
-                for file in (*temporary.iterdir(), temporary):
-                    fsync_path(file)
-                shutil.rmtree(root / HEAD, ignore_errors=True)
-                temporary.rename(root / HEAD)
-                fsync_path(root)
-        write_checksums(root, *([root / HEAD] if temporary else []))
-    return targets

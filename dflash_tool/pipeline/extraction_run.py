@@ -4,11 +4,9 @@ prefetcher -> target queue -> target loops -> bucketed queue -> shard writer, al
 caller's thread is the shard writer; every other part has a thread of its own.
 """
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -18,6 +16,7 @@ from dflash_tool.lifecycle import (
     OpenStore,
     check_quarantine,
 )
+from dflash_tool.pipeline.targets import start_targets, start_thread
 from dflash_tool.planning import ExtractionPlan
 from dflash_tool.ranks import Ranks
 from dflash_tool.schemas.manifest import RunSummary
@@ -41,10 +40,15 @@ class Guards:
 def run_extraction(
     store: OpenStore, targets: dict[str, TargetModel], ranks: Ranks, telemetry: ExtractTelemetry, guards: Guards
 ) -> tuple[RunSummary, list[int]]:
-    """Carry this rank's share of the plan out; the caller's thread writes. Returns what was done and quarantined."""
+    """Carry out this rank's share of the plan's batches; the caller's thread writes.
+
+    Returns what was done, and the quarantined samples (rows of samples.arrow).
+    """
     job, held = store.plan, store.held
     manifest, samples = job.manifest, job.samples
     lengths = samples.lengths.astype(np.int64)
+    rows = np.concatenate([batch.rows for batch in job.batches])  # all samples, or those that a live run keeps
+    held_rows = rows[held[rows]]
     window = InflightWindow(job.resolved.inflight_limit, job.resolved.places)
     # Few wait for a target: what one rank has drawn, no other can take.
     batches: TargetQueue = TargetQueue(max_items_per_bucket=len(targets) + 1)
@@ -64,12 +68,12 @@ def run_extraction(
         out=batches,
     )
     loops = {name: TargetForwardLoop(target=target, source=batches, out=states) for name, target in targets.items()}
-    writer = _make_writer(job, ranks)
+    writer = make_writer(job, ranks)
     telemetry.start(
-        samples=len(samples),
-        tokens=manifest.tokens,
-        held_samples=int(held.sum()),
-        held_tokens=int(lengths[held].sum()),
+        samples=len(rows),
+        tokens=int(lengths[rows].sum()),
+        held_samples=len(held_rows),
+        held_tokens=int(lengths[held_rows].sum()),
         gauges=Gauges(
             inflight=lambda: window.in_flight,
             peak=lambda: window.peak,
@@ -84,7 +88,7 @@ def run_extraction(
             limit=job.resolved.inflight_limit,
         ),
     )
-    threads = [_start("prefetcher", prefetcher.run, abort), *_start_targets(loops, states, abort)]
+    threads = [start_thread("prefetcher", prefetcher.run, abort), *start_targets(loops, states, abort)]
     quarantined: list[int] = []
     try:
         with guards.stop.forward_to(abort):
@@ -103,9 +107,9 @@ def run_extraction(
             thread.join()
         _keep_what_is_good(writer)
         if isinstance(error, Interrupted):
-            kept = int(held.sum()) + writer.counters.samples_committed
+            kept = len(held_rows) + writer.counters.samples_committed
             raise Interrupted(
-                f"{error} {kept:,} of {counted(len(samples), 'sample')} {verb(kept, 'is', 'are')} committed; "
+                f"{error} {kept:,} of {counted(len(rows), 'sample')} {verb(kept, 'is', 'are')} committed; "
                 "run the same command to go on.",
                 error.exit_code - 128,
             ) from None
@@ -128,7 +132,8 @@ def run_extraction(
     return summary, quarantined
 
 
-def _make_writer(job: ExtractionPlan, ranks: Ranks) -> ShardWriter:
+def make_writer(job: ExtractionPlan, ranks: Ranks) -> ShardWriter:
+    """This rank's writer of the plan's store."""
     config, manifest = job.resolved.config, job.manifest
     return ShardWriter(
         config.out,
@@ -140,38 +145,6 @@ def _make_writer(job: ExtractionPlan, ranks: Ranks) -> ShardWriter:
         commit_every=config.commit_every,
         settings=settings_fingerprint(manifest),
     )
-
-
-def _start_targets(
-    loops: dict[str, TargetForwardLoop], states: StateQueue, abort: Callable[[BaseException], None]
-) -> list[threading.Thread]:
-    """A thread for each target loop; the last one to end closes the queue."""
-    left, lock = len(loops), threading.Lock()
-
-    def run(loop: TargetForwardLoop) -> None:
-        nonlocal left
-        loop.run()
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            states.close()
-
-    return [_start(name, partial(run, loop), abort) for name, loop in loops.items()]
-
-
-def _start(name: str, run: Callable[[], object], abort: Callable[[BaseException], None]) -> threading.Thread:
-    """A thread whose failure stops everybody with the first error."""
-
-    def guarded() -> None:
-        try:
-            run()
-        except BaseException as error:
-            abort(error)
-
-    thread = threading.Thread(target=guarded, name=name, daemon=True)
-    thread.start()
-    return thread
 
 
 def _write(writer: ShardWriter, job: ExtractionPlan, bucket: int, states: HiddenStates) -> None:

@@ -29,15 +29,18 @@ _SHARED: dict[str, tuple[Callable[[Manifest], Any], str]] = {
 }
 
 
-def open_stores(config: TrainConfig) -> JoinedStore:
-    """Open `--store ...` with their weights. Raises ConfigError or StoreError for what doesn't fit together."""
+def open_stores(config: TrainConfig, *, unfinished: bool = False) -> JoinedStore:
+    """Open `--store ...` with their weights. Raises ConfigError or StoreError for what doesn't fit together.
+
+    unfinished: samples may be missing for good, since a live run makes them again and again.
+    """
     weights = _weights(config)
     _refuse_twice(config.store)
     each_open = most_open_files() // len(config.store)
     for root in config.store if config.follow else ():
         wait_until_begun(root)
     stores = [HiddenStore.open(root, max_open=each_open) for root in config.store]
-    for store in stores:
+    for store in () if unfinished else stores:
         _check_whole(store, config)
     for one, other in pairwise(stores):
         for name, (value, remedy) in _SHARED.items():

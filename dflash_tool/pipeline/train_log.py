@@ -87,6 +87,7 @@ class TrainLog:
                 "drafters": {name: _waits(seconds) for name, seconds in self._drafters.items()},
                 "memory_bytes": result.memory,
                 "buckets": {str(bucket): count for bucket, count in sorted(result.buckets.items())},
+                **self._run.more(),
             }
         )
         telemetry.update(

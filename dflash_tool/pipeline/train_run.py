@@ -1,6 +1,7 @@
 """A training run's parts, opened and checked: what is refused is refused here, before its folder is touched."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
+from dflash_tool.buckets import StepPlan
 from dflash_tool.drafter.config import DrafterConfig, drafter_config
 from dflash_tool.drafter.files import read_drafter_config
 from dflash_tool.drafter.head import TargetHead, load_head
 from dflash_tool.drafter.model import DFlashDraftModel
 from dflash_tool.errors import ConfigError, DataError, StoreError
-from dflash_tool.loader import MixingLoader, anchor_counts, epoch_plans, split_validation
+from dflash_tool.loader import MixingLoader, SourceOf, anchor_counts, epoch_plans, split_validation
 from dflash_tool.pipeline.drafters import adopt, agree, check_fits, drafter_devices, make_group
 from dflash_tool.pipeline.stores import choose_layers, open_stores
 from dflash_tool.ranks import Ranks
@@ -37,6 +39,7 @@ class TrainRun:
 
     best: walk tau and step of the best checkpoint on disk; saved_step: of the newest one, 0 without any; unsaved: why
     there is no newer one, if the disk refused it.
+    more: further fields of a training row of metrics.jsonl; before_save: done before a checkpoint.
     """
 
     config: TrainConfig
@@ -52,6 +55,7 @@ class TrainRun:
     follower: Follower | None
     train_rows: NDArray[np.int64]
     val_rows: NDArray[np.int64]
+    plan_of: Callable[[int], StepPlan]
     checkpoints: Checkpoints
     telemetry: TrainTelemetry
     notes: list[str]
@@ -61,6 +65,8 @@ class TrainRun:
     newest_validation: dict[str, Any] | None = None
     first_validation: dict[str, Any] | None = None
     stop: list[BaseException] = field(default_factory=list)
+    more: Callable[[], dict[str, Any]] = dict
+    before_save: Callable[[], None] = lambda: None
 
     @property
     def leads(self) -> bool:
@@ -85,11 +91,20 @@ def check_out(out: Path) -> None:
         raise StoreError(f"--out: {out} holds something else; give a new folder, or that of a run to go on with")
 
 
-def open_run(config: TrainConfig, telemetry: TrainTelemetry, ranks: Ranks | None = None) -> TrainRun:
-    """Open the store, choose what the config leaves open, and make everything that a run needs."""
+def open_run(
+    config: TrainConfig,
+    telemetry: TrainTelemetry,
+    ranks: Ranks | None = None,
+    *,
+    source_of: SourceOf | None = None,
+) -> TrainRun:
+    """Open the store, choose what the config leaves open, and make everything that a run needs.
+
+    source_of: where batches come from, if not from the store, which then may be unfinished.
+    """
     ranks = ranks or Ranks()
     telemetry.stage("waiting for an extraction to begin" if config.follow else "opening the store")
-    store = open_stores(config)
+    store = open_stores(config, unfinished=source_of is not None)
     start = read_drafter_config(config.init_from) if config.init_from is not None else None
     if start is not None:
         config = adopt(config, start)
@@ -116,7 +131,7 @@ def open_run(config: TrainConfig, telemetry: TrainTelemetry, ranks: Ranks | None
         at_most=config.val_samples,
     )
     growing = not all(each.manifest.complete for each in store.stores)
-    follower = Follower(store) if growing else None
+    follower = Follower(store) if growing and source_of is None else None
     anchors = anchor_counts(store.samples)
     context_budget, block_budget = agree(config, settings, devices, ranks)
     plan_of = epoch_plans(
@@ -159,6 +174,7 @@ def open_run(config: TrainConfig, telemetry: TrainTelemetry, ranks: Ranks | None
             rank=ranks.rank,
             world=ranks.world,
             drafters=len(group),
+            source_of=source_of,
             follower=follower,
         ),
         loop=DrafterTrainLoop(
@@ -175,6 +191,7 @@ def open_run(config: TrainConfig, telemetry: TrainTelemetry, ranks: Ranks | None
         follower=follower,
         train_rows=train_rows,
         val_rows=val_rows,
+        plan_of=plan_of,
         checkpoints=Checkpoints(config.out, keep=config.keep),
         telemetry=telemetry,
         notes=list(notes),

@@ -72,20 +72,20 @@ def train(config: TrainConfig, telemetry: TrainTelemetry | None = None) -> Train
         if config.tensorboard:
             check_board()
         if ranks.rank > 0:
-            return _run(open_run(config, telemetry, ranks), stop)
+            return run_training(open_run(config, telemetry, ranks), stop)
         check_out(config.out)
         run = open_run(config, telemetry, ranks)
         made = make_folder(config.out)
         with RunLock(config.out):
             try:
-                return _run(run, stop)
+                return run_training(run, stop)
             except BaseException:
                 if made and not (config.out / SETTINGS).exists():  # refused before it began: leave no trace
                     shutil.rmtree(config.out, ignore_errors=True)
                 raise
 
 
-def _run(run: TrainRun, stop: StopSignals) -> TrainResult:
+def run_training(run: TrainRun, stop: StopSignals) -> TrainResult:
     """Resume or begin, then train; whatever happens, threads and connections end."""
     resumed = run.ranks.first(lambda: resume(run))
     if not run.leads:
@@ -189,6 +189,7 @@ def _best(run: TrainRun) -> tuple[float, int] | None:
 def _save(run: TrainRun, log: TrainLog) -> None:
     """Write a checkpoint; a disk that refuses is said, and the run goes on. Best is what is on disk."""
     run.loop.check()
+    run.before_save()
     if not run.leads or run.saved_step == run.loop.steps_done:
         return
     best = _best(run)
