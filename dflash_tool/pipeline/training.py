@@ -112,7 +112,12 @@ def _train(run: TrainRun, log: TrainLog) -> TrainResult:
         run.first_validation = _validate(run, log)
     telemetry.start(step=begun_at, total_steps=loop.total_steps)
     for step in _steps_left(run, log):
-        result = loop.step(step, stop=run.stop)
+        try:
+            result = loop.step(step, stop=run.stop)
+        except StoreError:  # a sample that can't be read: the steps before it are good
+            if loop.steps_done:
+                _save(run, log)
+            raise
         log.step(step, result)
         done = loop.steps_done
         last = done == loop.total_steps

@@ -233,5 +233,5 @@ class HiddenStore:
         return StoreError(
             f"sample {index.sample_ids[place].as_py().hex()} (shard {name}, rows {index.row_start[place]} to "
             f"{index.row_start[place] + index.length[place] - 1}) of {self.root} can't be read: {what}. "
-            "`dflash stats --verify` lists what is damaged, extract makes it again"
+            "`dflash stats --verify` lists what is damaged, extract --verify makes it again"
         )

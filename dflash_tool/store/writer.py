@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from dflash_tool.errors import StoreError
 from dflash_tool.schemas.config import STORE_ITEMSIZE, LayerId, StoreDtype
 from dflash_tool.store.files import disk_errors, fsync_all, fsync_path, want_open_files, write_all, write_file
 from dflash_tool.store.index import encode_index, shard_attributes
@@ -166,9 +167,18 @@ class ShardWriter:
             self._commit(bucket)
 
     def commit_all(self) -> None:
-        """Commit every open shard: at the end of a run, or when a signal ends it."""
+        """Commit every open shard: at the end of a run, or when a signal ends it.
+
+        One that the disk refuses is dropped, which may make room for the others; then its error is raised.
+        """
+        refused: StoreError | None = None
         for bucket in list(self._open):
-            self._commit(bucket)
+            try:
+                self._commit(bucket)
+            except StoreError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
 
     def abandon(self) -> None:
         """Drop every open shard and its files; committed shards stay."""

@@ -154,11 +154,12 @@ class DrafterTrainLoop:
         steps, self._unchecked = self._unchecked, []
         if bool(self._bad_step):
             first = self.steps_done - len(steps)
-            named = ", ".join(str(row) for row in np.concatenate(steps)[:8].tolist())
+            rows = np.concatenate(steps).tolist()
+            named = ", ".join(str(row) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
             raise DflashError(
                 f"the loss or a gradient is NaN or Inf in step {first if len(steps) == 1 else f'{first} or later'} "
-                f"(samples in rows {named}, ... of samples.arrow); no weight was changed by it. Try a smaller --lr or "
-                "a longer --warmup, and go on from the last checkpoint with another --out"
+                f"(samples in rows {named} of samples.arrow); no weight was changed by it. Start again with another "
+                "--out and a smaller --lr or a longer --warmup; --init-from takes the weights of a checkpoint"
             )
 
     def _apply(self, sums: Sums, weight: float, lr: float) -> Tensor:

@@ -220,6 +220,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     stopped = dflash(*_words(store, out))
     assert stopped.code == 1
     assert "NaN or Inf in step 4" in stopped.err
+    assert "--init-from" in stopped.err
     assert "rows" in stopped.err
     state = json.loads((out / "checkpoints" / "last" / "state.json").read_text())
     assert state["step"] <= 4

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from safetensors.torch import load_file
 
 from dflash_tool import pipeline
 from dflash_tool.drafter.acceptance import Yield
+from dflash_tool.errors import StoreError
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.store.manifest import read_manifest, write_manifest
 from dflash_tool.trainer import checkpoint, metrics, validate
+from dflash_tool.trainer.group import DrafterGroup
 from dflash_tool.trainer.metrics import read_metrics
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
@@ -119,6 +122,30 @@ def test_metrics_that_the_disk_refuses_wait_for_room(
     rows = [(row["kind"], row["step"]) for row in read_metrics(tmp_path / "run")]
     assert rows == [("validation", 0), *((kind, step) for step in range(1, 9) for kind in ("train", "validation"))]
     assert sum("could not be written" in note for note in json.loads(done.out)["notes"]) == 1
+
+
+def test_a_sample_that_cannot_be_read_costs_no_step_before_it(
+    store: Path, tmp_path: Path, dflash: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    flags = [*FLAGS, "--val-every", 99, "--save-every", 99]
+    assert dflash("train", "--store", store, "--out", whole, *flags).code == 0
+    add_up, calls = DrafterGroup.add_up, iter(range(99))
+
+    def damaged(*args: Any) -> Any:
+        if next(calls) == 4:
+            raise StoreError("the rows of layer 3 changed since they were written")
+        return add_up(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterGroup, "add_up", damaged)
+        refused = dflash("train", "--store", store, "--out", run, *flags)
+    assert refused.code == 1
+    assert "changed since they were written" in refused.err
+    assert json.loads((run / "checkpoints" / "last" / "state.json").read_text())["step"] == 4
+    assert dflash("train", "--store", store, "--out", run, *flags).code == 0
+    ours, theirs = (load_file(each / "checkpoints" / "last" / "model.safetensors") for each in (run, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b"[1]"])

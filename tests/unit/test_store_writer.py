@@ -184,6 +184,25 @@ def test_a_full_disk_keeps_what_is_committed(tiny_disk: Path) -> None:
     assert len(recovered.index) == 2
 
 
+def test_a_shard_that_cannot_be_committed_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = new_writer(tmp_path)
+    for bucket in range(3):
+        writer.append(bucket, [sample_id(bucket)], [4], batch(4))
+    refused = iter([True])
+
+    def full(*args: Any) -> None:
+        if next(refused, False):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_all(*args)
+
+    write_all = writer_module.write_all
+    monkeypatch.setattr(writer_module, "write_all", full)
+    with pytest.raises(StoreError, match="No space left"):
+        writer.commit_all()
+    assert recover(tmp_path, LAYERS).index.ids() == {sample_id(1), sample_id(2)}
+    assert writer.counters.samples_committed == 2
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("call", ["write", "fsync", "rename", "open"])
 def test_any_disk_error_is_told_and_leaves_a_good_store(
