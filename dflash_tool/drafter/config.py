@@ -19,6 +19,7 @@ ROPE_KEYS = {
     ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
+_ROPE_NEEDS = {"linear": ROPE_KEYS["linear"], "yarn": ("factor",), "llama3": ROPE_KEYS["llama3"]}
 _EPS_NAMES = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
@@ -67,6 +68,13 @@ class DrafterConfig:
             )
         if (kind := self.rope.get("rope_type")) not in ROPE_KEYS:
             raise ConfigError(f"rope_type {kind!r}: a drafter can be served with {', '.join(ROPE_KEYS)} alone")
+        if lacking := [key for key in _ROPE_NEEDS.get(kind, ()) if key not in self.rope]:
+            raise ConfigError(f"rope_type {kind!r} lacks {', '.join(lacking)} in rope_parameters")
+        numbers = {key: value for key, value in self.rope.items() if key != "rope_type"}
+        if odd := [f"{key} = {value!r}" for key, value in numbers.items() if not isinstance(value, int | float)]:
+            raise ConfigError(f"rope_parameters say {', '.join(odd)}: expected numbers")
+        if self.rope["rope_theta"] <= 0:
+            raise ConfigError(f"rope_theta {self.rope['rope_theta']:g}: expected a number above 0")
 
     def as_json(self, dtype: str = "float32") -> dict[str, Any]:
         """The `config.json` of a servable folder: a flat Qwen3 config, and DFlash's own keys in both usual places."""

@@ -38,11 +38,30 @@ def check_folder(folder: Path, target: Any = None) -> list[str]:
         return [str(error)]
     values = model.state_dict().items()
     found = [f"model.safetensors: {name} holds NaN or Inf" for name, value in values if not value.isfinite().all()]
+    found += _keys(folder, model.settings)
     found += _as_trained(folder, model.settings)
     if target is not None:
         found += other_target(model.settings, target)
         found += _other_rope(model.settings, target)
     return found or _numbers(folder, model)
+
+
+def _keys(folder: Path, settings: DrafterConfig) -> list[str]:
+    """What our own loader makes no use of, but engines choose their code by."""
+    raw = json.loads((folder / "config.json").read_text())
+    found = [
+        f"config.json: {name} is {raw.get(name)!r}, engines look for {wanted!r}"
+        for name, wanted in (("architectures", ["DFlashDraftModel"]), ("model_type", "qwen3"))
+        if raw.get(name) != wanted
+    ]
+    if raw.get("tie_word_embeddings"):
+        found.append("config.json: tie_word_embeddings is true, but there is no embedding to tie: say false")
+    kinds = raw.get("layer_types")
+    if kinds is not None and len(kinds) != settings.num_layers:
+        found.append(
+            f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers says {settings.num_layers}"
+        )
+    return found
 
 
 def _as_trained(folder: Path, settings: DrafterConfig) -> list[str]:
@@ -53,7 +72,7 @@ def _as_trained(folder: Path, settings: DrafterConfig) -> list[str]:
     try:
         then = _flat(json.loads(file.read_text())["drafter"])
         now = _flat(json.loads(json.dumps(asdict(settings))))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{TRAINING} is damaged ({error!r}): export the drafter again"]
     names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
     return [f"config.json: {name} is {now.get(name)}, but {then.get(name)} was trained ({TRAINING})" for name in names]
@@ -95,6 +114,8 @@ def _numbers(folder: Path, model: DFlashDraftModel) -> list[str]:
     beside = model.draft_blocks(states[None], noise, anchors)
 
     largest = float(expected.abs().max())
+    if not largest:
+        return ["model.safetensors: it drafts nothing, all its outputs are 0"]
     found = []
     for what, got in (("in generation", torch.stack(cached)), ("in training", beside)):
         off = float((got.double() - expected).abs().max()) / largest

@@ -31,7 +31,8 @@ _NEUTRAL: dict[str, Any] = {
     "final_logit_softcapping": None,
     "markov_rank": 0,
 }
-_LARGEST = 1 << 24  # of any size in a config
+_LARGEST, _MOST_LAYERS = 1 << 24, 1 << 10  # of any size in a config; the model is built before its file is read
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # float8 would need its scales
 _SIZES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -94,7 +95,7 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         raise DflashError(f"no drafter in {folder}: there is no config.json{hint}") from error
     except ConfigError as error:
         raise DflashError(f"{file} describes no drafter that can be served: {str(error).removeprefix('--')}") from error
-    except (OSError, ValueError, AttributeError, TypeError, ZeroDivisionError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, ZeroDivisionError, RecursionError) as error:
         raise DflashError(f"{file} can't be read as a drafter's config: {error}") from error
 
 
@@ -112,6 +113,8 @@ def _settings(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any]) -> D
     ]
     if odd:
         raise DflashError(f"{file} says {', '.join(odd)}: expected a whole number, 1 or more (of block_size: 2)")
+    if (layers := raw["num_hidden_layers"]) > _MOST_LAYERS:
+        raise DflashError(f"{file} says num_hidden_layers = {layers}: a drafter has few, at most {_MOST_LAYERS:,}")
     small = {"rms_norm_eps": raw.get("rms_norm_eps"), "initializer_range": raw.get("initializer_range", 0.02)}
     if odd := [
         f"{name} = {value!r}" for name, value in small.items() if type(value) is not float or not 0 <= value < 1
@@ -172,7 +175,9 @@ def _either(file: Path, raw: Mapping[str, Any], inner: Mapping[str, Any], name: 
     if not found:
         raise DflashError(f"{file} lacks {name}, at its top level and in dflash_config: not a DFlash drafter's config")
     if any(value != found[0] for value in found):
-        raise DflashError(f"{file} says {name} = {found[0]} at its top level and {found[1]} in dflash_config; mend it")
+        raise DflashError(
+            f"{file} says {name} = {found[0]!r} at its top level and {found[1]!r} in dflash_config; mend it"
+        )
     return found[0]
 
 
@@ -200,9 +205,7 @@ def _tensors(file: Path, expected: Mapping[str, Tensor], settings: DrafterConfig
         raise DflashError(
             f"{file} doesn't hold the {len(expected)} tensors of its config.json: {', '.join(wrong[:4])}{more}"
         )
-    if len(kinds := {value.dtype for value in tensors.values()}) > 1 or not all(
-        kind.is_floating_point for kind in kinds
-    ):
+    if len(kinds := {value.dtype for value in tensors.values()}) > 1 or not kinds <= _DTYPES:
         raise DflashError(
             f"{file} holds {', '.join(sorted(map(str, kinds)))}: quantised or mixed weights are not supported"
         )

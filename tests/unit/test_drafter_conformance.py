@@ -106,6 +106,56 @@ def not_finite(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def key_change(**changes: Any) -> Change:
+    """Keys of config.json at its top level; None takes one away."""
+
+    def change(folder: Path) -> None:
+        raw = json.loads((folder / "config.json").read_text()) | changes
+        kept = {name: value for name, value in raw.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(kept))
+
+    return change
+
+
+def tensor_change(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def each(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        save_file({name: change(value) for name, value in tensors.items()}, folder / "model.safetensors")
+
+    return each
+
+
+def rope_change(**rope: Any) -> Change:
+    return key_change(rope_theta=None, rope_parameters={"rope_theta": 1e4, **rope})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (key_change(architectures=None), "architectures is None, engines look for ['DFlashDraftModel']"),
+        (key_change(model_type=None), "model_type is None, engines look for 'qwen3'"),
+        (key_change(tie_word_embeddings=True), "tie_word_embeddings is true"),
+        (key_change(layer_types=["full_attention"] * 5), "layer_types names 5 layers, num_hidden_layers says 2"),
+        (key_change(num_hidden_layers=1 << 20), "num_hidden_layers = 1048576: a drafter has few"),
+        (key_change(block_size="4"), "block_size = '4' at its top level and"),
+        (rope_change(rope_type="yarn"), "rope_type 'yarn' lacks factor"),
+        (rope_change(rope_type="llama3", factor=8.0), "lacks low_freq_factor, high_freq_factor"),
+        (rope_change(rope_type="linear", factor="x"), "factor = 'x': expected numbers"),
+        (rope_change(rope_theta=-4.0), "rope_theta -4: expected a number above 0"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "can't be read as a drafter's config"),
+        (tensor_change(torch.zeros_like), "it drafts nothing, all its outputs are 0"),
+        (tensor_change(lambda value: value.to(torch.float8_e4m3fn)), "float8_e4m3fn: quantised or mixed"),
+    ],
+)
+def test_damage_of_every_kind_is_named(spoil: Change, says: str, tmp_path: Path) -> None:
+    """Also where nothing was recorded at training, and no target is at hand; nothing is raised."""
+    save_drafter(small_drafter().float(), tmp_path)
+    assert check_folder(tmp_path) == []
+    spoil(tmp_path)
+    (found,) = check_folder(tmp_path)
+    assert says in found
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
