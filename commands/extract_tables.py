@@ -47,7 +47,7 @@ def result_text(result: ExtractResult) -> RenderableType:
     manifest, run = result.manifest, result.run
     where = Text(str(result.store), style="bold")
     if run is None:
-        return Group(Text.assemble("Nothing to do: ", where, f" is complete ({_samples(manifest)})."))
+        return Group(Text.assemble("Nothing to do: ", where, f" is complete (samples: {_samples(manifest)})."))
     there = result.held_samples
     held = f", {count(there)} {verb(there, 'was', 'were')} there already" if there else ""
     rows = [

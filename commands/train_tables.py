@@ -32,6 +32,7 @@ def plain_line(now: TrainSnapshot) -> str:
     return (
         f"step {count(now.step)}/{count(now.total_steps)}, loss {now.loss:.3f}{tau}, "
         f"{count(now.blocks)} blocks/s, waited {share(now.waited / max(now.seconds, 1e-9))} for data{eta}"
+        + (f"; {now.trouble}" if now.trouble else "")
     )
 
 
@@ -60,6 +61,8 @@ def train_panel(now: TrainSnapshot) -> RenderableType:
         ),
         ("waited", f"{duration(now.waited)} for data ({share(now.waited / max(now.seconds, 1e-9))})"),
     ]
+    if now.trouble:
+        rows.append(("trouble", now.trouble))
     title = f"dflash train · {now.stage}"
     return Panel(Group(head, facts(rows)), title=title, title_align="left", border_style="cyan")
 

@@ -150,7 +150,8 @@ class ExtractTelemetry:
 class TrainSnapshot:
     """One look at a training run. losses, taus: (step, value) so far; buckets: samples of the newest step by bucket.
 
-    seconds: since the first step of this run; waited: of them for data; spent: of them by part of the step.
+    seconds: since the first step of this run; waited: of them for data; spent: of them by part of the step; trouble:
+    what the user should mend while the run goes on.
     """
 
     stage: str
@@ -168,6 +169,7 @@ class TrainSnapshot:
     buckets: dict[int, int]
     waited: float
     spent: dict[str, float]
+    trouble: str | None = None
 
     @property
     def eta_seconds(self) -> float | None:

@@ -87,7 +87,7 @@ def choose_layers(config: TrainConfig, store: JoinedStore, *, option: str) -> tu
     for each in store.stores:
         if lacking := sorted(set(layers) - set(each.manifest.layer_ids)):
             raise ConfigError(
-                f"{option}: the store {each.root} lacks layer {_text(lacking)}; it holds "
+                f"{option}: the store {each.root} lacks layer {_text(lacking)} of {_text(layers)}; it holds "
                 f"{_text(each.manifest.layer_ids)}"
             )
     return tuple(layers)

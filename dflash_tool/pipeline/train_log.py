@@ -10,6 +10,7 @@ from dflash_tool.pipeline.train_run import TrainRun
 from dflash_tool.trainer import StepResult
 from dflash_tool.trainer.metrics import Write
 from dflash_tool.trainer.timing import COMPUTE, PARTS
+from dflash_tool.wording import counted
 
 
 class TrainLog:
@@ -22,7 +23,7 @@ class TrainLog:
         self.spent: dict[str, float] = {}
         self.memory = 0
         self._run, self._writers = run, writers
-        self._idle_steps = 0
+        self._idle_steps = self._empty_steps = 0
         self._fewest: int | None = None
         self._begin(time.perf_counter())
 
@@ -50,7 +51,8 @@ class TrainLog:
         self._steps += 1
         self._skew += result.skew
         self.memory = max(self.memory, result.memory)
-        if result.idle:
+        self._empty_steps += result.samples == 0
+        if result.idle and result.samples:
             self._idle_steps += 1
             self._fewest = min(result.microbatches, self._fewest or result.microbatches)
         telemetry.update(step=loop.steps_done, lr=result.lr, buckets=result.buckets)
@@ -109,6 +111,11 @@ class TrainLog:
 
     def notes(self) -> Iterator[str]:
         """What the user should know of the steps' shares, said once."""
+        if self._empty_steps:
+            yield (
+                f"{counted(self._empty_steps, 'step')} changed nothing: all their samples are quarantined; a larger "
+                "--batch-samples leaves no step empty"
+            )
         if self._idle_steps:
             yield (
                 f"in {self._idle_steps:,} steps some of the {self._run.drafters} drafters had nothing to do (the "

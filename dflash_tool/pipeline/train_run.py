@@ -37,7 +37,9 @@ SETTINGS = "train.yaml"
 class TrainRun:
     """Everything that a run needs, opened and checked. `head` and `model` are those of the first local drafter.
 
-    more: further fields of a training row of metrics.jsonl; before_save: done before a checkpoint.
+    best: walk tau and step of the best checkpoint on disk; saved_step: of the newest one, 0 without any; unsaved: why
+    there is no newer one, if the disk refused it; more: further fields of a training row of metrics.jsonl; before_save:
+    done before a checkpoint.
     """
 
     config: TrainConfig
@@ -58,6 +60,8 @@ class TrainRun:
     telemetry: TrainTelemetry
     notes: list[str]
     best: tuple[float, int] | None = None
+    saved_step: int = 0
+    unsaved: str | None = None
     newest_validation: dict[str, Any] | None = None
     first_validation: dict[str, Any] | None = None
     stop: list[BaseException] = field(default_factory=list)
@@ -240,7 +244,7 @@ def resume(run: TrainRun) -> Checkpoint | None:
     path = run.config.out / SETTINGS
     now = run.config.model_dump(mode="json")
     if path.exists():
-        _check_same(yaml.safe_load(path.read_text(encoding="utf-8")), now, path)
+        _check_same(_read_settings(path), now, path)
     checkpoint = run.checkpoints.newest()
     if checkpoint is not None:
         _go_on(run, checkpoint)
@@ -259,7 +263,7 @@ def _go_on(run: TrainRun, checkpoint: Checkpoint) -> None:
     checkpoint.load(run.model, run.loop.optimizer)
     run.loop.group.copy_weights()
     run.loader.load_state_dict(state.loader)
-    run.loop.steps_done = state.step
+    run.loop.steps_done = run.saved_step = state.step
     if state.best_walk_tau is not None and state.best_step is not None:
         run.best = (state.best_walk_tau, state.best_step)
     run.newest_validation = state.validation
@@ -282,9 +286,17 @@ def check_together(ranks: Ranks, out: Path, stands: dict[str, Any]) -> None:
             )
 
 
-def _check_same(before: Any, now: dict[str, Any], path: Path) -> None:
-    if not isinstance(before, dict):
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        settings = None
+    if not isinstance(settings, dict):
         raise StoreError(f"{path} is damaged; restore it, or choose another --out")
+    return settings
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     before = {name: field.default for name, field in TrainConfig.model_fields.items()} | before
     changed = [name for name in now if name not in MAY_CHANGE and before[name] != now[name]]
     if changed:

@@ -99,7 +99,7 @@ def run_training(run: TrainRun, stop: StopSignals) -> TrainResult:
         stack.callback(run.all_reduce.close)
         writers: list[Write] = []
         if run.leads:
-            writers.append(stack.enter_context(MetricsLog(run.config.out, after_step=kept)).write)
+            writers.append(stack.enter_context(MetricsLog(run.config.out, after_step=kept, say=run.notes.append)).write)
             if run.config.tensorboard:
                 writers.append(stack.enter_context(board(run.config.out, after_step=kept)))
         return _train(run, TrainLog(run, writers))
@@ -119,13 +119,18 @@ def _train(run: TrainRun, log: TrainLog) -> TrainResult:
         if last or done % config.val_every == 0:
             _validate(run, log)
         stopped = _asked_to_stop(run, result)
-        if last or done % config.save_every == 0 or stopped:
+        if last or done % config.save_every == 0 or stopped or _best(run) != run.best:
             _save(run, log)
         if stopped:
             run.ranks.everyone("stop", None, stop=run.stop)  # nobody leaves before rank 0 has saved
             raise _interrupted(run, stopped)
     run.ranks.everyone("end", None, stop=run.stop)
     telemetry.stop()
+    if run.leads and run.saved_step != loop.steps_done:
+        raise StoreError(
+            f"all {loop.total_steps:,} steps are taken, but the last checkpoint is not on disk: {run.unsaved}. Free "
+            f"some space and run the same command again: it goes on from step {run.saved_step:,}"
+        )
     return _result(run, log, begun_at)
 
 
@@ -170,19 +175,25 @@ def _validate(run: TrainRun, log: TrainLog) -> dict[str, Any] | None:
     run.newest_validation = row
     run.telemetry.tau(run.loop.steps_done, found.walk_tau)
     run.telemetry.stage("training")
-    if run.loop.steps_done and (run.best is None or found.walk_tau > run.best[0]):
-        run.best = (found.walk_tau, run.loop.steps_done)
-        _save(run, log)
     return row
 
 
+def _best(run: TrainRun) -> tuple[float, int] | None:
+    """(walk tau, step) of the best checkpoint, counting one that is yet to be saved of the step just validated."""
+    row = run.newest_validation
+    if row is None or row["step"] != run.loop.steps_done or (run.best is not None and row["walk_tau"] <= run.best[0]):
+        return run.best
+    return row["walk_tau"], row["step"]
+
+
 def _save(run: TrainRun, log: TrainLog) -> None:
-    """Write a checkpoint; a disk that refuses is said, and the run goes on."""
+    """Write a checkpoint; a disk that refuses is said, and the run goes on. Best is what is on disk."""
     run.loop.check()
     run.before_save()
-    if not run.leads:
+    if not run.leads or run.saved_step == run.loop.steps_done:
         return
-    best_tau, best_step = run.best or (None, None)
+    best = _best(run)
+    best_tau, best_step = best or (None, None)
     state = TrainState(
         step=run.loop.steps_done,
         total_steps=run.loop.total_steps,
@@ -200,7 +211,11 @@ def _save(run: TrainRun, log: TrainLog) -> None:
         with log.charge("saving"):
             run.checkpoints.save(run.model, run.loop.optimizer, state)
     except StoreError as error:
-        run.notes.append(f"the checkpoint of step {state.step} could not be saved: {error}")
+        run.unsaved = f"the checkpoint of step {state.step} could not be saved: {error}"
+        run.notes.append(run.unsaved)
+    else:
+        run.best, run.saved_step, run.unsaved = best, state.step, None
+    run.telemetry.update(trouble=run.unsaved)
 
 
 def _interrupted(run: TrainRun, error: Interrupted) -> Interrupted:
@@ -208,9 +223,11 @@ def _interrupted(run: TrainRun, error: Interrupted) -> Interrupted:
         text = f"rank {run.ranks.rank} stops with the others."
     else:
         text = (
-            f"{error} The run stands at step {run.loop.steps_done:,} of {run.loop.total_steps:,}; run the same command "
+            f"{error} The run stands at step {run.saved_step:,} of {run.loop.total_steps:,}; run the same command "
             "to go on."
         )
+        if run.unsaved:
+            text += f" {run.loop.steps_done - run.saved_step:,} more steps are lost: {run.unsaved}."
     return Interrupted(text, error.exit_code - 128)
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of a run: whole or not there, resumable to the bit, each with a servable drafter inside.
 
     RUN/checkpoints/step-0000200/   config.json, model.safetensors   what engines load (fp32)
-                                    optimizer.safetensors            AdamW's moments, by parameter
+                                    optimizer.safetensors            AdamW's moments, by parameter, and its step
                                     state.json                       step, loader position, config, best so far
     RUN/checkpoints/last, best      links to the newest one and to the one of the highest walk tau
 
@@ -42,11 +42,12 @@ class Checkpoint:
         try:
             model.load_state_dict(load_file(self.folder / "model.safetensors"))
             moments = load_file(self.folder / "optimizer.safetensors")
+            taken = float(moments.get("step", torch.tensor(float(self.state.step))))  # fewer, where steps were empty
             for name, parameter in model.named_parameters():
                 state: dict[str, Tensor] = {
                     moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS
                 }
-                step = torch.tensor(float(self.state.step), device=parameter.device)  # as the fused optimizer wants it
+                step = torch.tensor(taken, device=parameter.device)  # as the fused optimizer wants it
                 optimizer.state[parameter] = {"step": step, **state}
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise StoreError(
@@ -121,9 +122,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         return Checkpoint(folder, TrainState.model_validate_json(path.read_bytes()))
     except (OSError, ValidationError) as error:
-        first_line = str(error).partition("\n")[0]
+        what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise StoreError(
-            f"{path} is damaged: {first_line}; remove {folder} to go on from the checkpoint before it"
+            f"{path} is damaged: {what}; remove {folder} to go on from the checkpoint before it"
         ) from error
 
 
@@ -131,7 +132,8 @@ def _moments(model: DFlashDraftModel, optimizer: torch.optim.Optimizer) -> dict[
     """AdamW's state by name; zeros before its first step."""
     states = {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters())
-    return {
+    taken = next((state["step"] for state in states.values() if "step" in state), torch.zeros(()))
+    return {"step": taken.detach().cpu().clone()} | {
         f"{moment}.{name}": state.get(moment, torch.zeros_like(parameters[name])).detach().cpu().contiguous()
         for name, state in states.items()
         for moment in _MOMENTS

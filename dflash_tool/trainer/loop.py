@@ -125,7 +125,8 @@ class DrafterTrainLoop:
         sums, lr = self.group.sums, self.learning_rate(self.steps_done)
         self._all_reduce(sums.flat)
         clock.spent("reduce")
-        grad_norm = self._apply(sums, weight or 1.0, lr)  # all samples quarantined: no gradient, but a step
+        # Where all of a step's samples were quarantined there is nothing to learn: it passes, and changes nothing.
+        grad_norm = self._apply(sums, weight, lr) if weight else torch.zeros_like(sums.numerator)
         clock.spent("optimizer")
         self._unchecked.append(step.rows)
         self.steps_done += 1
