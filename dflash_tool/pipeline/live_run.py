@@ -38,6 +38,7 @@ from dflash_tool.store.files import TEMP_PREFIX, disk_errors, make_folder, repla
 from dflash_tool.store.lock import LOCK, RunLock
 from dflash_tool.target import TargetModel, resolve_device
 from dflash_tool.telemetry import ExtractTelemetry, TrainTelemetry
+from dflash_tool.trainer.board import check_board
 
 SETTINGS = "live.yaml"
 Int64s = NDArray[np.int64]
@@ -102,6 +103,8 @@ def live(config: LiveConfig, telemetry: LiveTelemetry | None = None) -> LiveResu
     telemetry = telemetry or LiveTelemetry()
     ranks = Ranks.join()
     check_devices(config)
+    if config.tensorboard:
+        check_board()
     if ranks.rank == 0:
         check_folders(config)
     threads = torch.get_num_threads()

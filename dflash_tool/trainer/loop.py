@@ -120,7 +120,7 @@ class DrafterTrainLoop:
         clock.spent("ranks")
         every = [work for each in reports for work in each["works"]]
         weight = sum(work["weight"] for work in every)
-        if weight == 0 and len(step.rows):
+        if weight == 0 and any(work["samples"] for work in every):
             raise DflashError(f"step {self.steps_done}: none of its {counted(len(step.rows), 'sample')} has an anchor")
         sums, lr = self.group.sums, self.learning_rate(self.steps_done)
         self._all_reduce(sums.flat)

@@ -223,11 +223,26 @@ def test_a_target_that_hangs_is_named(
     end.set()
 
 
+@pytest.mark.parametrize("batch_samples", [16, 1])
 def test_samples_with_nan_are_left_out_and_listed(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    random_target: Callable[..., Path],
+    token_rows: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_samples: int,
 ) -> None:
-    """A sample is spoiled in each epoch; it is named once, and the step goes on without it."""
-    config = config_of(random_target(), token_rows(100), tmp_path / "run", tee=tmp_path / "store", max_bad=0.02)
+    """A sample is spoiled in each epoch; it is named once, and the step goes on without it, or with nothing."""
+    config = config_of(
+        random_target(),
+        token_rows(100),
+        tmp_path / "run",
+        tee=tmp_path / "store",
+        max_bad=0.02,
+        batch_samples=batch_samples,
+        epochs=2,
+        val_every=1000,
+        save_every=1000,
+    )
     spoiled = 4  # the first tokens of this row
     capture = TargetModel.capture
     rows = [json.loads(line)["input_ids"] for line in config.data[0].read_text().splitlines()]

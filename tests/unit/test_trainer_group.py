@@ -123,7 +123,7 @@ def test_a_step_whose_samples_are_all_quarantined_has_no_gradient() -> None:
         assert (float(result.loss), float(result.grad_norm), result.blocks, loop.steps_done) == (0, 0, 0, 1)
         assert all(torch.equal(one, two) for one, two in zip(before, loop.group.model.parameters(), strict=True))
         with pytest.raises(DflashError, match="none of its 3 samples has an anchor"):
-            loop.step(Step([[]]))
+            loop.step(Step([EVERY[NO_ANCHOR:]]))
 
 
 def test_the_bottleneck_is_named() -> None:
