@@ -85,7 +85,8 @@ def train(
     ] = None,
     keep: Annotated[int | None, option(_RUN, "Checkpoints to keep, beside the best.", "2", metavar="N")] = None,
     inflight_gib: Annotated[
-        float | None, option(_RUN, "Batches read ahead, at most.", "a quarter of the free memory", metavar="GIB")
+        float | None,
+        option(_RUN, "Batches read ahead, at most.", "16 of the largest, if memory allows", metavar="GIB"),
     ] = None,
     loader_threads: Annotated[int | None, option(_RUN, "Threads that read.", "2", metavar="N")] = None,
     verify_reads: Annotated[

@@ -18,6 +18,7 @@ from dflash_tool.drafter.head import TargetHead, load_head
 from dflash_tool.drafter.model import DFlashDraftModel
 from dflash_tool.errors import ConfigError, DataError, StoreError
 from dflash_tool.loader import MixingLoader, SourceOf, anchor_counts, epoch_plans, split_validation
+from dflash_tool.loader.prefetch import batch_bytes
 from dflash_tool.pipeline.drafters import adopt, agree, check_fits, drafter_devices, make_group
 from dflash_tool.pipeline.stores import choose_layers, open_stores
 from dflash_tool.ranks import Ranks
@@ -31,6 +32,9 @@ from dflash_tool.trainer import Checkpoint, Checkpoints, DrafterTrainLoop, Gradi
 from dflash_tool.window import default_limit
 
 SETTINGS = "train.yaml"
+
+_AHEAD = 16
+"""Microbatches of the largest size read ahead by default: the disk is far faster than a drafter, more would idle."""
 
 
 @dataclass
@@ -167,7 +171,9 @@ def open_run(
             plan_of,
             layers=layers,
             epochs=config.epochs,
-            window_bytes=int(config.inflight_gib * 2**30) if config.inflight_gib else default_limit(),
+            window_bytes=_window(
+                config, store, layers, max(context_budget, int(store.samples.lengths.max())), len(group)
+            ),
             threads=config.loader_threads,
             verify=config.verify_reads,
             pin=on_cuda,
@@ -196,6 +202,15 @@ def open_run(
         telemetry=telemetry,
         notes=list(notes),
     )
+
+
+def _window(config: TrainConfig, store: JoinedStore, layers: tuple[int, ...], budget: int, drafters: int) -> int:
+    """Bytes of batches read ahead: as asked for, else a few of the largest that `budget` tokens allow, if they fit."""
+    if config.inflight_gib:
+        return int(config.inflight_gib * 2**30)
+    tokens = max(budget, int(store.samples.lengths.max()))
+    largest = batch_bytes(tokens, store.manifest.layer_row_bytes * len(layers))
+    return min(default_limit(), (drafters + _AHEAD) * largest)
 
 
 def _drafter_settings(
