@@ -15,9 +15,9 @@ demo: $(VENV)/.installed
 	$(BIN)/dflash extract --target examples/tiny-target --data examples/chats.jsonl --out demo/store
 	$(BIN)/dflash stats demo/store --verify
 	$(BIN)/dflash train --store demo/store --out demo/run --block-size 8 --draft-layers 2 --batch-samples 32 \
-	  --anchors 16 --gamma 1 --lr 1.5e-3 --epochs 12 --max-steps 550 --val-fraction 0.05 --val-every 275
+	  --anchors 16 --gamma 1 --lr 1.5e-3 --epochs 9 --max-steps 420 --val-fraction 0.05 --val-every 420
 	$(BIN)/dflash live --target examples/tiny-target --data examples/chats.jsonl --out demo/live \
-	  --max-steps 10 --batch-samples 32 --draft-layers 2 --anchors 32 --val-samples 32
+	  --block-size 8 --draft-layers 2 --batch-samples 32 --anchors 16 --max-steps 10 --val-samples 16
 
 test: lint types contracts tests package
 
