@@ -32,7 +32,7 @@ contracts: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 tests: $(VENV)/.installed-dev
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
 package: $(VENV)/.installed-dev
 	rm -rf build dist

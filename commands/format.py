@@ -48,7 +48,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> Table:
     """A borderless table of names and values."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")  # a long path goes on in the next line
     for name, value in rows:
         table.add_row(name, Text(strip_control_codes(value)))
     return table

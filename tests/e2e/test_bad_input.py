@@ -149,7 +149,7 @@ def test_data_that_changed_before_the_first_shard_are_prepared_again(
         raise TargetError("stopped before the first shard")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dflash_tool.pipeline.extraction._load_targets", fail)
+        patch.setattr("dflash_tool.pipeline.extraction.load_targets", fail)
         assert dflash(*words, "--layers", "1").code == 1
     assert (tmp_path / "store" / "manifest.json").exists()
     data = Path(str(words[4]))

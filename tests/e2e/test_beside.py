@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_tool import pipeline
-from dflash_tool.pipeline import extraction
+from dflash_tool.pipeline import extraction, targets
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.store import writer
 
@@ -19,7 +19,7 @@ from .running import Store
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
 MOMENTS: dict[str, tuple[Any, str, Callable[[Path, Path], bool]]] = {
     # what to stop before, and which of its calls
-    "the head is there, but not listed": (extraction, "write_checksums", lambda _root, _path: True),
+    "the head is there, but not listed": (targets, "write_checksums", lambda _root, _path: True),
     "an index is there, but not its shard": (writer, "fsync_path", lambda root, path: path == root / "index"),
     "the last shard is there, but not said to be the last": (extraction, "complete", lambda _root, _plan: True),
 }

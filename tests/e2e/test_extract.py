@@ -276,7 +276,7 @@ def test_prepared_samples_are_reused_until_something_changes(
         raise DflashError("stopped before the first shard")
 
     monkeypatch.setattr(lifecycle, "prepare_samples", count)
-    monkeypatch.setattr("dflash_tool.pipeline.extraction._load_targets", stop)
+    monkeypatch.setattr("dflash_tool.pipeline.extraction.load_targets", stop)
     rows = tmp_path / "chats.jsonl"
     rows.write_text((data / "openai.jsonl").read_text())
     template = tmp_path / "template.jinja"

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -53,11 +52,10 @@ def test_a_step_without_samples_passes_and_a_resume_after_it_is_exact(
     done = dflash("train", "--store", store, "--out", whole, *FLAGS, "--json")
     assert done.code == 0, done.err
     rows = [row for row in read_metrics(whole) if row["kind"] == "train"]
-    empty = np.array([row["samples"] == 0 for row in rows])
-    assert len(rows) == 12
-    assert 0 < empty.sum() < 12
-    assert not empty.all()
-    assert f"{empty.sum()} steps changed nothing" in " ".join(json.loads(done.out)["notes"])
+    assert 0 < len(rows) < 12  # an empty step has no loss to write down
+    assert all(row["samples"] == 1 for row in rows)
+    empty = 12 - len(rows)
+    assert f"{empty} steps changed nothing" in " ".join(json.loads(done.out)["notes"])
 
     step = DrafterTrainLoop.step
     for _ in range(11):
@@ -77,4 +75,4 @@ def test_a_step_without_samples_passes_and_a_resume_after_it_is_exact(
     for file in ("model.safetensors", "optimizer.safetensors"):
         ours, theirs = _tensors(often, file), _tensors(whole, file)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert float(theirs["step"]) == 12 - empty.sum()
+    assert float(theirs["step"]) == len(rows)
