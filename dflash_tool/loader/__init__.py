@@ -9,11 +9,12 @@
 """
 
 from dflash_tool.loader.batch import BatchInputs, MixedBatch
-from dflash_tool.loader.mixing import LoadedStep, LoaderCounters, MixingLoader
+from dflash_tool.loader.mixing import MixingLoader
 from dflash_tool.loader.plans import anchor_counts, epoch_plans
 from dflash_tool.loader.prefetch import LoaderClosed, PlannedStep
 from dflash_tool.loader.reader import VERIFY_READS, VerifyReads
 from dflash_tool.loader.source import BatchSource, SourceOf
+from dflash_tool.loader.step import LoadedStep, LoaderCounters
 from dflash_tool.loader.validation import split_validation
 
 __all__ = [

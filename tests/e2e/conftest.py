@@ -53,3 +53,9 @@ def extract(
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def store(extract: Callable[..., Path]) -> Path:
+    """100 samples of uneven lengths, layers 1 and 3: 6 steps of 16 an epoch; not to be touched."""
+    return extract(100)

@@ -12,9 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_tool import pipeline
 from dflash_tool.pipeline import train_run
-from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer.metrics import read_metrics
@@ -26,18 +24,6 @@ SMALL = {
     "block_size": 4, "draft_layers": 1, "anchors": 8, "batch_samples": 16, "epochs": 2, "lr": 1e-3,
     "val_fraction": 0.1, "val_every": 4, "save_every": 3, "log_every": 1, "inflight_gib": 0.1,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def store(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """100 samples of uneven lengths, layers 1 and 3."""
-    out = tmp_path_factory.mktemp("train") / "store"
-    pipeline.extract(
-        ExtractConfig(target=str(random_target()), data=(token_rows(100),), out=out, layers=(1, 3), buckets=3)
-    )
-    return out
 
 
 def _config(store: Path, out: Path, **changed: object) -> TrainConfig:

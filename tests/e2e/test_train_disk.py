@@ -12,10 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_tool import pipeline
 from dflash_tool.drafter.acceptance import Yield
 from dflash_tool.errors import StoreError
-from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.store.manifest import read_manifest, write_manifest
 from dflash_tool.trainer import checkpoint, metrics, validate
 from dflash_tool.trainer.group import DrafterGroup
@@ -27,16 +25,6 @@ SETTINGS = {
     "val-fraction": 0.1, "val-every": 1, "save-every": 3, "log-every": 1, "keep": 1, "inflight-gib": 0.1,
 }  # fmt: skip
 FLAGS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
-
-
-@pytest.fixture(scope="module")
-def store(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """100 samples of uneven lengths, layers 1 and 3."""
-    out = tmp_path_factory.mktemp("disk") / "store"
-    pipeline.extract(ExtractConfig(target=str(random_target()), data=(token_rows(100),), out=out, layers=(1, 3)))
-    return out
 
 
 def _no_room() -> OSError:

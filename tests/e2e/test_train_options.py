@@ -15,7 +15,6 @@ from dflash_tool import pipeline
 from dflash_tool.drafter.files import load_drafter
 from dflash_tool.pipeline import train_run
 from dflash_tool.pipeline.drafters import compile_parts
-from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer.metrics import read_metrics
@@ -28,13 +27,9 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def store(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """100 samples of uneven lengths, layers 1 and 3."""
-    out = tmp_path_factory.mktemp("train") / "store"
-    pipeline.extract(ExtractConfig(target=str(random_target()), data=(token_rows(100),), out=out, layers=(1, 3)))
-    return out
+def store(extract: Callable[..., Path]) -> Path:
+    """As everywhere, but in six buckets: here a loss has to fall in four steps."""
+    return extract(100, buckets=6)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_tool import pipeline
-from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.store.layout import array_file
 from dflash_tool.trainer.metrics import read_metrics
@@ -27,18 +25,6 @@ OPTIONS = {
     "microbatch_tokens": 200, "val_fraction": 0.1, "val_every": 100, "save_every": 3, "log_every": 1,
     "inflight_gib": 0.1,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def store(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """100 samples of uneven lengths, layers 1 and 3: 6 steps an epoch."""
-    out = tmp_path_factory.mktemp("train") / "store"
-    pipeline.extract(
-        ExtractConfig(target=str(random_target()), data=(token_rows(100),), out=out, layers=(1, 3), buckets=3)
-    )
-    return out
 
 
 def words(store: Path, out: Path, **changed: object) -> list[str]:
