@@ -26,13 +26,15 @@ _OTHERS = {
     b"\xfd7zXZ\x00": "compressed by xz",
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
     b"ARROW1": "an Arrow file",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
 }
 
 
 def read_entries(path: Path, columns: Collection[str]) -> Iterator[Entry]:
     """Rows of one file. Of a Parquet file only these columns (see `read_parquet`).
 
-    Raises `DataError` if the file is unreadable, damaged or not UTF-8: that is a wrong file, not a bad row.
+    Raises `DataError` if the file is unreadable, damaged, or an array that isn't UTF-8: a wrong file, not a bad row.
     """
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """JSON lines, or one JSON array -> their values, with bounded memory.
 
 JSON lines are streamed a line at a time: UTF-8 with or without a byte-order mark, LF or CRLF, blank lines
-ignored; a line that is no JSON costs that line (`Skipped`).
+ignored; a line that is no JSON, or not UTF-8, costs that line (`Skipped`).
 
 An array is decoded element by element over a buffer that grows until its first element is whole and forgets
 what is done: at most a block and twice the largest element are in memory, each character is decoded about
@@ -28,16 +28,15 @@ Stream: TypeAlias = "io.BufferedReader[Any]"
 
 
 def read_lines(path: Path, stream: Stream, position: Position) -> Iterator[Entry]:
-    """A value for each line that isn't blank. Raises `DataError` if one isn't UTF-8: that is a wrong file."""
+    """A value for each line that isn't blank."""
     for number, line in enumerate(stream, start=1):
         source = f"{path}:{number}"
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip(" \t\r\n")
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{source}: not UTF-8 (byte {line[error.start]:#04x} at column {error.start + 1}); "
-                "data files are JSON in UTF-8, or Parquet: convert the file first"
-            ) from None
+            detail = f"not UTF-8 (byte {error.object[error.start]:#04x} at column {error.start + 1})"
+            yield Entry(source, Skipped(source, Reason.NOT_UNICODE, detail), position())
+            continue
         if text:
             yield Entry(source, load(text, source), position())
 

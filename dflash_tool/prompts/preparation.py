@@ -94,8 +94,8 @@ class _Chunk:
 class Preparation:
     """One pass over the data: iterate once for record batches of `PREPARED_SCHEMA`, then read `stats`.
 
-    Making it raises `DataError` for files that can't be opened. The iteration raises `DataError` (a file not
-    UTF-8, the first bad row under `strict`, no sample at all) and `TargetError` (a conversation came and
+    Making it raises `DataError` for files that can't be opened. The iteration raises `DataError` (a wrong or
+    damaged file, the first bad row under `strict`, no sample at all) and `TargetError` (a conversation came and
     there is no usable chat template). `on_progress(bytes done, in all, samples)` is called after each batch.
     """
 

@@ -220,6 +220,7 @@ def test_what_a_file_is_its_name_does_not_say(tmp_path: Path) -> None:
         (b"\x28\xb5\x2f\xfdrest", "zstd"),
         (b"BZh9", "bzip2"),
         (b"\xfd7zXZ\x00", "xz"),
+        ('{"text": "a"}'.encode("utf-16"), "UTF-16"),
         (b"ARROW1\x00\x00", "an Arrow file"),
         (gzip.compress(parquet([{"text": "a"}])), "gzipped Parquet"),
         (gzip.compress(gzip.compress(b"{}")), "gzipped twice"),

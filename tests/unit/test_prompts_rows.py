@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_tool.errors import DataError
 from dflash_tool.prompts import ChatRow, Reason, Skipped, TextRow, TokenRow, read_rows
 from dflash_tool.prompts.json_files import load
 from dflash_tool.prompts.rows import parse_row
@@ -239,9 +238,10 @@ def test_a_mark_inside_the_file_is_no_mark(tmp_path: Path) -> None:
     assert [row.reason for row, _ in read_rows(path)] == [Reason.UNKNOWN_KEYS, Reason.NOT_JSON]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("content", ['{"a": "é"}'.encode("latin-1"), '{"a": 1}'.encode("utf-16")])
-def test_not_utf8(tmp_path: Path, content: bytes) -> None:
+def test_a_line_that_is_not_utf8_costs_that_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"{}\n" + content)
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: not UTF-8.*convert"):
-        list(read_rows(path))
+    path.write_bytes(b'{"text": "a"}\n' + '{"text": "é"}\n'.encode("latin-1") + b'{"text": "b"}\n')
+    first, bad, last = (row for row, _ in read_rows(path))
+    assert isinstance(first, TextRow)
+    assert isinstance(last, TextRow)
+    assert bad == Skipped(f"{path}:2", Reason.NOT_UNICODE, "not UTF-8 (byte 0xe9 at column 11)")
