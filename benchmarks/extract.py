@@ -1,6 +1,6 @@
 """`extract` against a bare loop and against what public dumpers do, as ratios measured in one run.
 
-    python benchmarks/extract.py [tiny] [smollm2] [--samples N] [--pairs N]
+    python benchmarks/extract.py [tiny] [smollm2] [--samples N] [--pairs N] [--batch-tokens N]
 
 - bare loop: the truncated forward on the same planned batches, results thrown away; in pairs with `extract` (plan,
   queue, hashing, shards on disk), alternating, medians
@@ -9,6 +9,8 @@
   operations alone
 
 Tokens are real ones. Loading and tokenising count on no side; the writing and the fsync of shards count in `extract`.
+Each side computes in a thread that ends with it: OpenMP keeps a pool of workers for every thread that computed, and
+with more of them than cores all of them go to sleep between operations, which would slow down whoever comes last.
 """
 
 import argparse
@@ -17,7 +19,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -33,6 +37,7 @@ from dflash_tool.target import TargetModel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DUMPER_BATCH = 8
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -41,31 +46,32 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", default=["tiny", "smollm2"], choices=["tiny", "smollm2"])
     parser.add_argument("--samples", type=int, help="chats to use [default: all for tiny, 240 for smollm2]")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--batch-tokens", type=int, help="as in `extract` [default: its own]")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {time.strftime('%Y-%m-%d')}")
     for name in args.targets:
         folder = EXAMPLES / "tiny-target" if name == "tiny" else smollm2()
         samples = args.samples or (100_000 if name == "tiny" else 240)
         with tempfile.TemporaryDirectory() as scratch:
-            measure(name, folder, samples, args.pairs, Path(scratch))
+            measure(name, folder, samples, args.pairs, args.batch_tokens, Path(scratch))
 
 
-def measure(name: str, folder: Path, samples: int, pairs: int, scratch: Path) -> None:
+def measure(name: str, folder: Path, samples: int, pairs: int, batch_tokens: int | None, scratch: Path) -> None:
     """Print one target's figures."""
     data = scratch / "chats.jsonl"
     data.write_text("".join((EXAMPLES / "chats.jsonl").read_text().splitlines(keepends=True)[:samples]))
-    config = ExtractConfig(target=str(folder), data=(data,), out=scratch / "plan")
+    config = ExtractConfig(target=str(folder), data=(data,), out=scratch / "plan", batch_tokens=batch_tokens)
     plan = pipeline.plan(config)
     bare, ours, busy = [], [], []
-    target = load(plan)
+    target = alone(lambda: load(plan))
     for pair in range(pairs):
-        bare.append(rate(plan.manifest.tokens, lambda: bare_loop(plan, target)))
+        bare.append(alone(lambda: rate(plan.manifest.tokens, lambda: bare_loop(plan, target))))
         run = pipeline.extract(config.model_copy(update={"out": scratch / f"store-{pair}"})).run
         assert run is not None
         ours.append(run.real_tokens / run.seconds)
-        busy.append(peak_flops())
+        busy.append(alone(peak_flops))
     dumper_samples = min(len(plan.samples), max(80, samples // 10))
-    dumper = dump_rate(folder, plan, dumper_samples)
+    dumper = alone(lambda: dump_rate(folder, plan, dumper_samples))
     ratio = statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
     share = statistics.median(ours) * operations_a_token(plan, target) / max(busy)
     pair_ratios = [mine / theirs for mine, theirs in zip(ours, bare, strict=True)]
@@ -84,6 +90,12 @@ def measure(name: str, folder: Path, samples: int, pairs: int, scratch: Path) ->
     print(f"\n{name}: {folder.name}, layers {layers} of {plan.resolved.target.num_layers}")
     for label, value in rows.items():
         print(f"  {label:<34}{value}")
+
+
+def alone(run: Callable[[], T]) -> T:
+    """What `run` returns, computed by a thread that ends."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def load(plan: ExtractionPlan) -> TargetModel:
