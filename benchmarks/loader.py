@@ -116,7 +116,8 @@ class Bench:
         )
 
     def ours(self, loader: MixingLoader, *, side_by_side: bool = False) -> None:
-        """One epoch through the loader."""
+        """One epoch through the loader, with its plan: the loader remembers the one of the epoch before."""
+        self.plan_of(0)
         loader.load_state_dict({**loader.state_dict(), "step": 0})
         for step in loader:
             for batch in step:

@@ -33,6 +33,7 @@ Everything is whole numbers; a million samples take about half a second.
 """
 
 import heapq
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +79,7 @@ def interleave(counts: Int64s, *, seed: int, epoch: int) -> Int64s:
     is_rare = _spread(rare_total, total, hash_words(seed, epoch, _PHASE))
     places = np.empty(total, dtype=np.int64)
     places[~is_rare] = filled[~rare][_must(_earliest_due(sizes[~rare], slots[~is_rare], total, 0))]
-    draws = [hash_words(seed, epoch, _DRAW, draw) for draw in range(_DRAWS)]
+    draws = (hash_words(seed, epoch, _DRAW, draw) for draw in range(_DRAWS))
     places[is_rare] = _rare_places(filled[rare], sizes[rare], slots[is_rare], total, draws)
     backwards = hash_words(seed, epoch, _BACKWARDS) % 2
     return places[::-1].copy() if backwards else places
@@ -91,7 +92,7 @@ def _spread(chosen: int, total: int, phase: int) -> NDArray[np.bool_]:
     return marks
 
 
-def _rare_places(buckets: Int64s, sizes: Int64s, slots: Int64s, total: int, draws: list[int]) -> Int64s:
+def _rare_places(buckets: Int64s, sizes: Int64s, slots: Int64s, total: int, draws: Iterable[int]) -> Int64s:
     """Fill the rare slots: buckets of one sample, in the order given, where a draw or else EDF puts them."""
     single = sizes == 1
     places = np.empty(slots.size, dtype=np.int64)

@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import xxhash
@@ -143,31 +143,30 @@ class StepPlan:
         """Compute step `index`: each sample of `samples(index)` stands in exactly one microbatch."""
         rows = self.samples(index)
         rows = rows[np.lexsort((rows, self._lengths[rows], self._buckets[rows]))]
-        buckets = self._buckets[rows]
+        lengths, buckets, block_tokens = self._lengths[rows], self._buckets[rows], self._block_tokens[rows]
         edges = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), rows.size]
-        parts: list[Int64s] = []
+        spans: list[tuple[int, int]] = []
         for start, end in pairwise(edges):
-            group = rows[start:end]
             ends = cut_group(
-                self._lengths[group],
-                self._block_tokens[group],
+                lengths[start:end],
+                block_tokens[start:end],
                 context_budget=self.context_budget,
                 block_budget=self.block_budget,
             )
-            parts.extend(np.split(group, ends[:-1]))
+            spans.extend(pairwise([start, *(start + each for each in ends)]))
         places = merge_buckets(
-            np.arange(len(parts), dtype=np.uint64),
-            np.array([self._buckets[part[0]] for part in parts], dtype=np.int64),
+            np.arange(len(spans), dtype=np.uint64),
+            buckets[[start for start, _ in spans]],
             seed=hash_words(self.seed, self.epoch),
             epoch=index,
         )
-        return Step(index, tuple(self._microbatch(at, parts[i]) for at, i in enumerate(places.tolist())))
-
-    def _microbatch(self, index_in_step: int, rows: Int64s) -> Microbatch:
-        width = int(self._lengths[rows[-1]])
-        blocks = int(self._block_tokens[rows].sum())
-        cost = int(rows.size) * width + BLOCK_COST * blocks + BATCH_COST
-        return Microbatch(index_in_step, rows, int(self._buckets[rows[0]]), width, blocks, cost)
+        microbatches = []
+        for at, i in enumerate(places.tolist()):
+            start, end = spans[i]
+            width, blocks = int(lengths[end - 1]), int(block_tokens[start:end].sum())
+            cost = (end - start) * width + BLOCK_COST * blocks + BATCH_COST
+            microbatches.append(Microbatch(at, rows[start:end], int(buckets[start]), width, blocks, cost))
+        return Step(index, tuple(microbatches))
 
     @cached_property
     def samples_fingerprint(self) -> str:
@@ -197,7 +196,8 @@ def cut_group(lengths: Int64s, block_tokens: Int64s, *, context_budget: int, blo
     """Cut samples sorted by length into microbatches at the least cost.
 
     `least[j]`, the least cost of the first j samples, is the minimum of `least[i] + (j-i) * lengths[j-1] +
-    BATCH_COST` over the i that keep samples i..j-1 within both budgets. Those only move up with j.
+    BATCH_COST` over the i that keep samples i..j-1 within both budgets. Those only move up with j, and so does the
+    best of them: what i + 1 saves over i, a `lengths[j-1]`, only grows.
 
     Args:
         lengths: int64 `[n]`, ascending, n >= 1.
@@ -210,9 +210,8 @@ def cut_group(lengths: Int64s, block_tokens: Int64s, *, context_budget: int, blo
     """
     count = int(lengths.size)
     widths = lengths.tolist()
-    blocks = [0, *np.cumsum(block_tokens).tolist()]
-    place = np.arange(count + 1, dtype=np.int64)
-    least = np.zeros(count + 1, dtype=np.int64)
+    blocks = [0, *accumulate(block_tokens.tolist())]
+    least = [0]
     begins = [0]
     first = 0
     for j in range(1, count + 1):
@@ -220,10 +219,14 @@ def cut_group(lengths: Int64s, block_tokens: Int64s, *, context_budget: int, blo
         while first < j - 1 and ((j - first) * width > context_budget or blocks[j] - blocks[first] > block_budget):
             first += 1
         # A longer batch has the larger multiple of `width`: minimise least[i] - i * width.
-        candidates = least[first:j] - place[first:j] * width
-        best = int(candidates.argmin())
-        least[j] = candidates[best] + j * width + BATCH_COST
-        begins.append(first + best)
+        best = max(first, begins[-1])
+        lowest = least[best] - best * width
+        for i in range(best + 1, j):
+            candidate = least[i] - i * width
+            if candidate < lowest:
+                best, lowest = i, candidate
+        least.append(lowest + j * width + BATCH_COST)
+        begins.append(best)
     ends = []
     end = count
     while end:

@@ -15,6 +15,7 @@ samples a step holds is the plan's word alone: threads, window, drafters, ranks 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -89,13 +90,14 @@ class MixingLoader:
         if not 0 <= rank < world or drafters < 1:
             raise ValueError(f"rank {rank} of {world}, {drafters} drafters")
         self._reader = SampleReader(store, layers, verify)
-        self._rows, self._plan_of, self._epochs = rows, plan_of, epochs
+        self._rows, self._epochs = rows, epochs
+        self._plan_of = lru_cache(maxsize=1)(plan_of)  # where an iteration starts, it has just been asked for
         self._window_bytes, self._threads, self._pin = window_bytes, threads, pin
         self._rank, self._world, self._drafters = rank, world, drafters
         self._source_of = source_of
         self._ending = threading.Lock()
         self._follower = follower
-        plan = plan_of(0)
+        plan = self._plan_of(0)
         self._check_window(plan, int(store.samples.lengths[rows].max()))
         self._position = (0, 0, plan.samples_fingerprint)  # epoch, steps of it that are consumed, plan
         self._prefetch: BatchSource | None = None

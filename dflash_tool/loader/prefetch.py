@@ -1,6 +1,6 @@
 """Reads batches ahead of their consumer: a few threads, one ring of memory, two queues in plan order.
 
-There is no dispatcher: a free thread draws the next *samples*, about a MB, under a lock; the one that draws the
+There is no dispatcher: a free thread draws the next *samples*, about 4 MiB, under a lock; the one that draws the
 first of a batch takes the batch's memory and waits for it there (the others wait for the lock: there is nothing
 else to do). So all threads work on the batch that is needed next, even if the ring holds only one. Whoever finishes
 a batch's last sample puts it into the queue, from which the consumer takes it by number.
@@ -22,6 +22,7 @@ from dflash_tool.loader.reader import SampleReader
 from dflash_tool.loader.ring import Region, Ring, aligned
 from dflash_tool.queue import BucketedHSQueue, Item, QueueClosed
 from dflash_tool.schemas.config import StoreDtype
+from dflash_tool.store.reader import Located
 
 Int64s = NDArray[np.int64]
 
@@ -31,7 +32,7 @@ _TORCH_DTYPE: dict[StoreDtype, torch.dtype] = {
     "float32": torch.float32,
 }
 _ID_BYTES, _MASK_BYTES = 8, 1
-_DRAWN_BYTES = 1 << 20
+_DRAWN_BYTES = 4 << 20
 
 
 class LoaderClosed(Exception):  # noqa: N818 - not a fault, and nothing a user should meet
@@ -145,17 +146,21 @@ class Prefetch:
                 planned = next(self._work, None)
                 if planned is None:
                     return None
-                number, microbatch = planned
-                nbytes = batch_bytes(microbatch.padded_tokens, self._reader.row_bytes)
-                self._loading = _Loading(number, microbatch, self._ring.take(microbatch.bucket, nbytes), self._reader)
+                number, microbatch, samples = planned
+                region = self._ring.take(
+                    microbatch.bucket, batch_bytes(microbatch.padded_tokens, self._reader.row_bytes)
+                )
+                self._loading = _Loading(number, microbatch, samples, region, self._reader)
         return None
 
-    def _microbatches(self, steps: Iterator[PlannedStep]) -> Iterator[tuple[int, Microbatch]]:
+    def _microbatches(self, steps: Iterator[PlannedStep]) -> Iterator[tuple[int, Microbatch, list[Located]]]:
+        """All microbatches, numbered, with where their samples are: found for a whole step, as long as it is quick."""
         number = 0
         for place, step in enumerate(steps):
             self._steps.put(Item(place, 0, 0, step))
-            for microbatch in step.microbatches:
-                yield number, microbatch
+            located = [[self._reader.store.locate(row) for row in batch.rows.tolist()] for batch in step.microbatches]
+            for microbatch, samples in zip(step.microbatches, located, strict=True):
+                yield number, microbatch, samples
                 number += 1
         self._steps.close()
 
@@ -163,10 +168,13 @@ class Prefetch:
 class _Loading:
     """A batch that is being read: its memory, and how many samples are still to draw and to read."""
 
-    def __init__(self, number: int, microbatch: Microbatch, region: Region, reader: SampleReader) -> None:
+    def __init__(
+        self, number: int, microbatch: Microbatch, samples: list[Located], region: Region, reader: SampleReader
+    ) -> None:
         self.number = number
-        self._microbatch, self._region = microbatch, region
-        count, width = len(microbatch.rows), microbatch.width
+        self._microbatch, self._samples, self._region = microbatch, samples, region
+        self._rows: list[int] = microbatch.rows.tolist()
+        count, width = len(samples), microbatch.width
         store, tokens = reader.store, microbatch.padded_tokens
         start = aligned(_ID_BYTES * tokens)
         end = start + reader.row_bytes * tokens
@@ -175,6 +183,10 @@ class _Loading:
         states = memory[start:end].view(store.dtype)
         self._states = states.reshape(len(reader.layers), count, width, store.width)
         self._loss_mask = memory[end : end + tokens].reshape(count, width)
+        self._row_bytes = store.width * store.dtype.itemsize
+        self._layers = [
+            (layer, of_all.data.cast("B")) for layer, of_all in zip(reader.layers, self._states, strict=True)
+        ]
         self._lock = threading.Lock()
         self._at_once = max(1, _DRAWN_BYTES // (reader.row_bytes * width))
         self.undrawn = self._unread = count
@@ -187,9 +199,14 @@ class _Loading:
 
     def read(self, places: range, reader: SampleReader) -> bool:
         """Read samples into their places; returns whether those were the last ones of the batch."""
-        part = slice(places.start, places.stop)
-        rows = self._microbatch.rows[part].tolist()
-        reader.read(rows, self._states[:, part], self._input_ids[part], self._loss_mask[part])
+        width = self._microbatch.width
+        for place in places:
+            sample = self._samples[place]
+            begin = place * width * self._row_bytes
+            end = begin + sample.length * self._row_bytes
+            reader.read(self._rows[place], sample, {layer: view[begin:end] for layer, view in self._layers})
+            if sample.length < width:
+                self._states[:, place, sample.length :] = 0
         with self._lock:
             self._unread -= len(places)
             return self._unread == 0
@@ -197,6 +214,10 @@ class _Loading:
     def batch(self, reader: SampleReader, ring: Ring) -> MixedBatch:
         """The whole batch as tensors, once everything is read."""
         samples, rows, region = reader.store.samples, self._microbatch.rows, self._region
+        self._input_ids[:], self._loss_mask[:] = 0, 0
+        for row, input_ids, loss_mask in zip(self._rows, self._input_ids, self._loss_mask, strict=True):
+            tokens = samples.tokens(row)
+            input_ids[: len(tokens)], loss_mask[: len(tokens)] = tokens, samples.mask(row)
         states = torch.from_numpy(self._states)
         return MixedBatch(
             index_in_step=self._microbatch.index_in_step,

@@ -1,7 +1,8 @@
 """Samples from the store into their places in a batch, by any number of threads."""
 
 import threading
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,13 +10,14 @@ from numpy.typing import NDArray
 from dflash_tool.errors import ConfigError
 from dflash_tool.schemas.config import LayerId
 from dflash_tool.store.joined import AnyStore
+from dflash_tool.store.reader import Located
 
 VerifyReads = Literal["first", "always", "never"]
 VERIFY_READS: tuple[VerifyReads, ...] = get_args(VerifyReads)
 
 
 class SampleReader:
-    """Reads rows, token ids and masks of single samples; remembers whose rows were found unchanged.
+    """Reads the rows of single samples; remembers whose rows were found unchanged.
 
     layers: strictly ascending ids of stored layers. verify: hash rows the first time, each time or never.
 
@@ -40,36 +42,21 @@ class SampleReader:
         self.layers = layers
         self.row_bytes = store.manifest.layer_row_bytes * len(layers)
         self._verify = verify
-        self._checked = np.zeros(len(store.samples), np.bool_)
+        self._checked: NDArray[np.bool_] = np.zeros(len(store.samples), np.bool_)
         self._lock = threading.Lock()
         self.samples_read = self.samples_checked = self.bytes_read = 0
 
-    def read(
-        self, rows: list[int], states: NDArray[Any], input_ids: NDArray[np.int64], loss_mask: NDArray[np.uint8]
-    ) -> None:
-        """Fill states `[n, B, S, H]`, input_ids `[B, S]` and loss_mask `[B, S]`, with zeros behind each sample.
+    def read(self, row: int, sample: Located, out: Mapping[LayerId, memoryview]) -> None:
+        """Fill the bytes of a layer each with the rows of `sample`, which is where row `row` is.
 
         Raises:
-            StoreError: a sample isn't committed, its rows are damaged or changed; names sample, shard and rows.
+            StoreError: its rows are damaged or changed; names sample, shard and rows.
         """
-        samples, width = self.store.samples, input_ids.shape[1]
-        tokens = checks = 0
-        for place, row in enumerate(rows):
-            length = int(samples.lengths[row])
-            check = self._verify == "always" or (self._verify == "first" and not self._checked[row])
-            out: dict[LayerId, NDArray[Any]] = {
-                layer: states[at, place, :length] for at, layer in enumerate(self.layers)
-            }
-            self.store.read(row, self.layers, out, verify=check)
-            input_ids[place, :length], loss_mask[place, :length] = samples.tokens(row), samples.mask(row)
-            if length < width:
-                states[:, place, length:] = 0
-                input_ids[place, length:], loss_mask[place, length:] = 0, 0
-            tokens += length
-            if check:
-                self._checked[row] = True
-                checks += 1
+        check = self._verify == "always" or (self._verify == "first" and not self._checked[row])
+        sample.store.read_into(sample, out, verify=check)
+        if check:
+            self._checked[row] = True
         with self._lock:
-            self.samples_read += len(rows)
-            self.samples_checked += checks
-            self.bytes_read += tokens * self.row_bytes
+            self.samples_read += 1
+            self.samples_checked += check
+            self.bytes_read += sample.length * self.row_bytes

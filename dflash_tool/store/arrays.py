@@ -55,16 +55,15 @@ class RawArray:
             os.close(self._fd)
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` [n, H] (C-contiguous, the array's dtype) with rows start .. start+n."""
-        view, offset = out.cast("B"), start * self._row_bytes
-        left = view.nbytes
+        """Fill `out`, the bytes of n rows, with rows start .. start+n."""
+        left, offset = out.nbytes, start * self._row_bytes
         while left:
-            count = os.preadv(self._fd, [view], offset)
+            count = os.preadv(self._fd, [out], offset)
             if count == 0:
                 raise DamagedArrayError(self.path, f"it ends at byte {offset:,}")
             left -= count
             if left:  # a read stops at 2 GiB
-                view, offset = view[count:], offset + count
+                out, offset = out[count:], offset + count
 
     def size(self) -> int:
         """Bytes of the file."""
@@ -95,9 +94,9 @@ class ZarrArray:
         self.rows = int(array.shape[0])
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` [n, H] (C-contiguous, the array's dtype) with rows start .. start+n."""
+        """Fill `out`, the bytes of n rows, with rows start .. start+n."""
         try:
-            rows = np.asarray(out)
+            rows = np.frombuffer(out, self._array.dtype).reshape(-1, self.width)
             rows[:] = self._array[start : start + len(rows)]
         except Exception as error:
             raise DamagedArrayError(self.path, _first_line(error)) from error

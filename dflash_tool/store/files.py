@@ -16,7 +16,7 @@ from pathlib import Path
 from dflash_tool.errors import StoreError
 
 TEMP_PREFIX = ".tmp-"
-_FSYNC_THREADS = 8
+_FSYNC_THREADS = 32
 _REMEDY = {
     errno.ENOSPC: "free some space there and run the same command again: committed shards are kept",
     errno.EDQUOT: "your quota is used up: free some space and run the same command again: committed shards are kept",

@@ -19,7 +19,7 @@ from dflash_tool.buckets import assign_buckets, choose_edges, count_copies, numb
 from dflash_tool.schemas.config import LayerId
 from dflash_tool.schemas.manifest import Manifest
 from dflash_tool.store.manifest import settings_fingerprint
-from dflash_tool.store.reader import HiddenStore
+from dflash_tool.store.reader import HiddenStore, Located
 from dflash_tool.store.samples import Samples
 
 Int64s = NDArray[np.int64]
@@ -113,6 +113,10 @@ class JoinedStore:
         """The hidden states of one row, as `HiddenStore.read` gives them."""
         store = self.stores[int(self.samples.store[row])]
         return store.read(int(self.samples.row[row]), layers, out, verify=verify)
+
+    def locate(self, row: int) -> Located:
+        """Where the hidden states of one row are, as `HiddenStore.locate` says it."""
+        return self.stores[int(self.samples.store[row])].locate(int(self.samples.row[row]))
 
     def _ask(self, rows: Int64s, ask: Callable[[HiddenStore, Int64s], NDArray[np.bool_]]) -> NDArray[np.bool_]:
         answers = np.empty(len(rows), np.bool_)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +39,17 @@ def most_open_files() -> int:
     return want_open_files(_WANTED_FILES) - _SPARE_FILES
 
 
+class Located(NamedTuple):
+    """Where the rows of one sample are: `length` rows from row `start` of a shard on; `place` counts in `committed`."""
+
+    store: "HiddenStore"
+    committed: CommittedIndex
+    place: int
+    shard: ShardName
+    start: int
+    length: int
+
+
 class HiddenStore:
     """A store opened for reading. `samples` has N rows, numbered as in `samples.arrow`.
 
@@ -60,7 +71,7 @@ class HiddenStore:
         self.quarantined: NDArray[np.bool_]
         self._parts: dict[ShardName, ShardIndex] = {}  # while the store grows
         self._max_shards = max(1, (max_open or most_open_files()) // len(self.layers))
-        self._arrays: OrderedDict[int, dict[LayerId, RawArray | ZarrArray]] = OrderedDict()
+        self._arrays: OrderedDict[ShardName, dict[LayerId, RawArray | ZarrArray]] = OrderedDict()
         self._lock = threading.Lock()
         self._sorted: tuple[NDArray[np.int64], NDArray[np.uint64]] | None = None
         self._look(manifest)
@@ -130,9 +141,25 @@ class HiddenStore:
         and `ValueError` for an `out` of another form or a layer that isn't stored.
         """
         row = self.row_of(sample) if isinstance(sample, bytes) else int(sample)
+        located = self.locate(row)
+        shape = (located.length, self.width)
+        result: dict[LayerId, NDArray[Any]] = {}
+        views: dict[LayerId, memoryview] = {}
+        for layer in self.layers if layers is None else layers:
+            buffer = np.empty(shape, self.dtype) if out is None else out[layer]
+            view = buffer.data  # quicker to ask than the array
+            if view.shape != shape or view.format != self._format or not view.c_contiguous:
+                raise ValueError(
+                    f"out[{layer}] is {buffer.dtype} {buffer.shape}, expected C-contiguous {self.dtype} {shape}"
+                )
+            result[layer], views[layer] = buffer, view.cast("B")
+        self.read_into(located, views, verify=verify)
+        return result
+
+    def locate(self, row: int) -> Located:
+        """Say where the rows of a sample are. Raises `StoreError` if it isn't committed, or of another length."""
         with self._lock:
             index, place = self.index, int(self.located[row])
-            arrays = self._shard_arrays(int(index.shard[place])) if place >= 0 else {}
         if place < 0:
             raise StoreError(
                 f"sample {self.samples.sample_id(row).hex()} (row {row}, {self.samples.source(row)}) is not "
@@ -142,24 +169,23 @@ class HiddenStore:
         if length != self.samples.lengths[row]:
             what = f"the index says {counted(length, 'row')}, samples.arrow {self.samples.lengths[row]}"
             raise self._bad(index, place, what)
-        shape = (length, self.width)
-        result: dict[LayerId, NDArray[Any]] = {}
-        for layer in self.layers if layers is None else layers:
-            array = arrays.get(layer) or self._open(index, place, layer, arrays)
-            buffer = np.empty(shape, self.dtype) if out is None else out[layer]
-            view = buffer.data  # quicker to ask than the array
-            if view.shape != shape or view.format != self._format or not view.c_contiguous:
-                raise ValueError(
-                    f"out[{layer}] is {buffer.dtype} {buffer.shape}, expected C-contiguous {self.dtype} {shape}"
-                )
+        return Located(self, index, place, index.shards[index.shard[place]], start, length)
+
+    def read_into(self, sample: Located, out: Mapping[LayerId, memoryview], *, verify: bool) -> None:
+        """Fill the bytes of the sample's rows for each layer in `out`; otherwise as `read`."""
+        index, place = sample.committed, sample.place
+        arrays = self._shard_arrays(sample.shard)
+        for layer, view in out.items():
+            array = arrays.get(layer) or self._open(sample, layer, arrays)
             try:
-                array.read_into(start, view)
+                array.read_into(sample.start, view)
             except (OSError, StoreError) as error:
                 raise self._bad(index, place, f"layer {layer}: {error}") from error
             if verify:
-                self._verify(index, place, layer, buffer)
-            result[layer] = buffer
-        return result
+                got, expected = xxhash.xxh3_64_intdigest(view), int(index.hashes[place, self.layers.index(layer)])
+                if got != expected:
+                    what = f"the rows of layer {layer} have hash {got:016x}, expected {expected:016x}"
+                    raise self._bad(index, place, f"{what}: they changed since they were written")
 
     def close(self) -> None:
         """Close the array files; a later read opens them again."""
@@ -188,45 +214,38 @@ class HiddenStore:
         quarantined = pc.is_in(self.samples.sample_ids, value_set=left_out).to_numpy() & (located < 0)
         self._parts = {} if manifest.complete else parts
         with self._lock:
-            self._arrays.clear()  # shards are numbered anew
+            self._arrays.clear()  # a shard may have been made anew
             self.index, self.located, self.quarantined = index, located, quarantined
             self.manifest = manifest
         return len(index)
 
-    def _shard_arrays(self, shard: int) -> dict[LayerId, RawArray | ZarrArray]:
-        """The open arrays of a shard; those of the least recently used shards are forgotten. Needs the lock."""
-        arrays = self._arrays.get(shard)
-        if arrays is None:
-            arrays = self._arrays[shard] = {}
-            while len(self._arrays) > self._max_shards:
-                self._arrays.popitem(last=False)
-        self._arrays.move_to_end(shard)
+    def _shard_arrays(self, shard: ShardName) -> dict[LayerId, RawArray | ZarrArray]:
+        """The open arrays of a shard; those of the least recently used shards are forgotten."""
+        with self._lock:
+            arrays = self._arrays.get(shard)
+            if arrays is None:
+                arrays = self._arrays[shard] = {}
+                while len(self._arrays) > self._max_shards:
+                    self._arrays.popitem(last=False)
+            self._arrays.move_to_end(shard)
         return arrays
 
     def _open(
-        self, index: CommittedIndex, place: int, layer: LayerId, arrays: dict[LayerId, RawArray | ZarrArray]
+        self, sample: Located, layer: LayerId, arrays: dict[LayerId, RawArray | ZarrArray]
     ) -> RawArray | ZarrArray:
         if layer not in self.layers:
             raise ValueError(f"layer {layer} isn't stored, only {', '.join(map(str, self.layers))}")
-        shard = index.shard[place]
-        name = index.shards[shard]
+        index, place = sample.committed, sample.place
         try:
-            array = open_array(shard_path(self.root, name), layer, self.width, self.manifest.store_dtype)
+            array = open_array(shard_path(self.root, sample.shard), layer, self.width, self.manifest.store_dtype)
         except StoreError as error:
             raise self._bad(index, place, f"layer {layer}: {error}") from error
-        last = int(np.searchsorted(index.shard, shard, side="right")) - 1
+        last = int(np.searchsorted(index.shard, index.shard[place], side="right")) - 1
         rows = int(index.row_start[last] + index.length[last])
         if array.rows != rows:
             raise self._bad(index, place, f"layer {layer} has {counted(array.rows, 'row')}, the shard's index {rows}")
         arrays[layer] = array
         return array
-
-    def _verify(self, index: CommittedIndex, place: int, layer: LayerId, rows: NDArray[Any]) -> None:
-        got = xxhash.xxh3_64_intdigest(rows.data)
-        expected = int(index.hashes[place, self.layers.index(layer)])
-        if got != expected:
-            what = f"the rows of layer {layer} have hash {got:016x}, expected {expected:016x}"
-            raise self._bad(index, place, f"{what}: they changed since they were written")
 
     def _bad(self, index: CommittedIndex, place: int, what: str) -> StoreError:
         name = index.shards[index.shard[place]]

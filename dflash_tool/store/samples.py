@@ -4,7 +4,9 @@ The file can hold many GB of token ids, so nothing here reads them all: the smal
 a sample's tokens are views into the map.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -167,7 +169,7 @@ class _Lists:
     """A list or string column as views. A map isn't checked when opened, so offsets are at each use."""
 
     def __init__(self, column: pa.ChunkedArray, dtype: np.dtype[Any]) -> None:
-        self._starts = np.cumsum([0] + [len(chunk) for chunk in column.chunks])
+        self._starts = [0, *accumulate(len(chunk) for chunk in column.chunks)]
         self._parts: list[tuple[NDArray[np.int32], NDArray[Any]]] = []
         for chunk in column.chunks:
             offsets = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset :][: len(chunk) + 1]
@@ -176,9 +178,10 @@ class _Lists:
             self._parts.append((offsets, values))
 
     def get(self, row: int) -> NDArray[Any] | None:
-        part = int(np.searchsorted(self._starts, row, side="right")) - 1
+        part = bisect_right(self._starts, row) - 1
         offsets, values = self._parts[part]
-        start, end = (int(x) for x in offsets[row - self._starts[part] :][:2])
+        place = row - self._starts[part]
+        start, end = int(offsets[place]), int(offsets[place + 1])
         return values[start:end] if 0 <= start <= end <= len(values) else None
 
 

@@ -237,7 +237,7 @@ def _changed_samples(
         start = int(index.row_start[first])
         last = max(first + 1, int(np.searchsorted(ends, start + block_rows, side="right")))
         block = np.empty((int(ends[last - 1]) - start, array.width), NUMPY_DTYPE[manifest.store_dtype])
-        array.read_into(start, block.data)
+        array.read_into(start, block.data.cast("B"))
         progress(block.nbytes)
         for i in range(first, last):
             rows = block[index.row_start[i] - start : ends[i] - start]

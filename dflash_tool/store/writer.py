@@ -2,10 +2,10 @@
 
 One open shard a bucket, in `shards/.tmp-<name>.zarr`. Commit of a shard, each step durable before the next:
 
-1. array files: zero rows up to the end of the last chunk, chunk index, crc; `zarr.json` documents
-2. fsync of all those files and their folders, together
-3. index: temporary file, fsync, rename, fsync of `index/`
-4. the shard's folder: rename, fsync of `shards/`
+1. array files: zero rows up to the end of the last chunk, chunk index, crc; `zarr.json` documents; the index, as a
+   temporary file; fsync of all those files and the shard's folders, together
+2. index: rename, fsync of `index/`
+3. the shard's folder: rename, fsync of `shards/`
 
 A shard is committed iff index and folder are both there, so a kill between any two steps leaves leftovers
 that `recover` deletes, never a shard that looks whole and isn't.
@@ -48,6 +48,7 @@ from dflash_tool.store.scan import scan
 _SPARE_FILES = 256
 # Small enough to stay in the cache between hash and write; smaller writes make the page cache slow to read.
 _WRITE_BYTES = 4 << 20
+_FLUSH_BYTES = 8 << 20
 
 
 @dataclass
@@ -70,6 +71,7 @@ class _OpenShard:
     lengths: list[int] = field(default_factory=list)
     hashes: list[list[int]] = field(default_factory=list)  # one list a layer
     rows: int = 0
+    flushed: int = 0  # bytes of each array file that the disk was told to begin with
 
 
 class ShardWriter:
@@ -144,6 +146,7 @@ class ShardWriter:
                     data = rows[layer].data.cast("B")
                     shard.hashes[position] += self._write_rows(shard.files[layer], data, lengths)
                     self.counters.bytes_written += data.nbytes
+                self._start_flush(shard, (shard.rows + total) * self._row_bytes)
         except BaseException:
             self._drop(bucket)
             raise
@@ -224,6 +227,16 @@ class ShardWriter:
                 written = end
         return hashes
 
+    def _start_flush(self, shard: _OpenShard, written: int) -> None:
+        """Let the disk begin with the first `written` bytes of each array file, so that the commit waits less.
+
+        On dirty pages this advice starts their writing and nothing else: they stay in the page cache.
+        """
+        if written - shard.flushed >= _FLUSH_BYTES:
+            for fd in shard.files.values():
+                os.posix_fadvise(fd, shard.flushed, written - shard.flushed, os.POSIX_FADV_DONTNEED)
+            shard.flushed = written
+
     def _start_shard(self, bucket: int) -> _OpenShard:
         if bucket not in self._numbers:
             self._numbers[bucket] = self._next_number(bucket, self.rank)
@@ -253,7 +266,7 @@ class ShardWriter:
                     np.array(shard.hashes, np.uint64).T,
                 )
                 self._write_documents(shard, index)
-                publish(self.root, shard.name, index)
+                self._publish(shard.name)
         except BaseException:
             self._drop(bucket)
             raise
@@ -281,7 +294,16 @@ class ShardWriter:
         document = array_document(shard.rows, self.hidden_size, self.store_dtype)
         for layer in self.layers:
             write_file(array_dir(folder, layer) / "zarr.json", document)
-        fsync_all([folder, *sorted(folder.rglob("*"))])
+        temporary_index = index_path(self.root, shard.name, temporary=True)
+        write_file(temporary_index, index)
+        fsync_all([temporary_index, folder, *sorted(folder.rglob("*"))])
+
+    def _publish(self, name: ShardName) -> None:
+        """Steps 2 and 3 of a commit: from a finished temporary shard to a committed one."""
+        index_path(self.root, name, temporary=True).rename(index_path(self.root, name))
+        fsync_path(index_dir(self.root))
+        shard_path(self.root, name, temporary=True).rename(shard_path(self.root, name))
+        fsync_path(shards_dir(self.root))
 
     def _close_files(self, shard: _OpenShard) -> None:
         while shard.files:
@@ -299,14 +321,3 @@ class ShardWriter:
             index_path(self.root, shard.name, temporary=True).unlink(missing_ok=True)
             if not shard_path(self.root, shard.name).exists():
                 index_path(self.root, shard.name).unlink(missing_ok=True)
-
-
-def publish(root: Path, name: ShardName, index: bytes) -> None:
-    """Steps 3 and 4 of a commit: from a finished temporary shard to a committed one."""
-    temporary = index_path(root, name, temporary=True)
-    write_file(temporary, index)
-    fsync_path(temporary)
-    temporary.rename(index_path(root, name))
-    fsync_path(index_dir(root))
-    shard_path(root, name, temporary=True).rename(shard_path(root, name))
-    fsync_path(shards_dir(root))

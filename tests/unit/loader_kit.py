@@ -54,6 +54,7 @@ class Watched(HiddenStore):
 
     before_read: Callable[[int, dict[Any, NDArray[Any]]], None]
 
-    def read(self, sample: Any, layers: Any = None, out: Any = None, *, verify: bool = False) -> Any:
-        self.before_read(sample, out)
-        return super().read(sample, layers, out, verify=verify)
+    def read_into(self, sample: Any, out: Any, *, verify: bool) -> None:
+        row = self.row_of(sample.committed.sample_ids[sample.place].as_py())
+        self.before_read(row, {layer: np.frombuffer(view, np.uint8) for layer, view in out.items()})
+        super().read_into(sample, out, verify=verify)
