@@ -130,7 +130,7 @@ def program_texts() -> tuple[str, ...]:
     """Every string in the program, with … for each value that is put into it."""
     found = []
     for folder in ("dflash_tool", "commands", "schemas"):
-        for path in (ROOT / folder).rglob("*.py"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):
                     parts = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
@@ -141,7 +141,19 @@ def program_texts() -> tuple[str, ...]:
 
 
 def is_printed(message: str) -> bool:
-    """Whether the program has this message; … stands for values in it."""
-    pieces = [" ".join(piece.split()) for piece in message.split("…")]
-    pattern = re.compile(".*?".join(re.escape(piece) for piece in pieces if piece))
-    return any(pattern.search(text) for text in program_texts())
+    """Whether the program has this message; … stands for values in it, which may also be written out."""
+    message = " ".join(message.split())
+    return any(
+        (_fixed(message) in text and re.search(_pattern(message), text))
+        or (len(_fixed(text)) > 12 and _fixed(text) in message and re.fullmatch(_pattern(text), message))
+        for text in program_texts()
+    )
+
+
+def _fixed(message: str) -> str:
+    """The longest part of a message that is no value."""
+    return max(message.split("…"), key=len)
+
+
+def _pattern(message: str) -> str:
+    return ".*?".join(map(re.escape, message.split("…")))
