@@ -7,24 +7,21 @@ from dflash_tool.commands.eval import eval_
 from dflash_tool.commands.export import export
 from dflash_tool.commands.extract import extract
 from dflash_tool.commands.live import live
+from dflash_tool.commands.page import EXIT_CODES, Cover, Page
 from dflash_tool.commands.stats import stats
 from dflash_tool.commands.train import train
 
 app = typer.Typer(
     name="dflash",
     help="Train DFlash drafters (block-diffusion draft models for speculative decoding) for an LLM of your own.",
-    epilog="Exit codes: 0 done, 1 could not be done (the message says why), 2 wrong options, 130/143 stopped by "
-    "Ctrl-C/SIGTERM with everything in order.",
+    epilog=EXIT_CODES,
+    cls=Cover,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(extract)
-app.command()(train)
-app.command()(live)
-app.command()(stats)
-app.command("eval")(eval_)
-app.command()(export)
+for command in (extract, train, live, stats, eval_, export):
+    app.command(command.__name__.rstrip("_"), cls=Page, epilog=EXIT_CODES)(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dflash_tool.commands.options import load_config, option
 
-_INPUT, _TARGET, _SHAPE, _RUN = "Input", "Target", "Batches and memory", "Run"
+_INPUT, _TARGET, _SHAPE, _SHARDS, _RUN = "Input", "Target", "Batches and memory", "Shards", "Run"
 
 
 def extract(
@@ -103,17 +103,19 @@ def extract(
     hs_queue_depth: Annotated[
         int | None, option(_SHAPE, "Batches of one bucket in flight, at most.", "targets + 3", metavar="N")
     ] = None,
-    shard_mib: Annotated[float | None, option(_RUN, "Commit a shard at this size ...", "1024", metavar="MIB")] = None,
+    shard_mib: Annotated[
+        float | None, option(_SHARDS, "Commit a shard at this size ...", "1024", metavar="MIB")
+    ] = None,
     commit_every: Annotated[
-        float | None, option(_RUN, "... or at this age, whichever is first.", "120", metavar="SECONDS")
+        float | None, option(_SHARDS, "... or at this age, whichever is first.", "120", metavar="SECONDS")
     ] = None,
     max_bad: Annotated[
         float | None,
-        option(_RUN, "Stop when more than this share of samples has NaN or Inf states.", "0.01", metavar="SHARE"),
+        option(_SHARDS, "Stop when more than this share of samples has NaN or Inf states.", "0.01", metavar="SHARE"),
     ] = None,
     verify: Annotated[
         bool | None,
-        option(_RUN, "Hash the shards that are there first; make damaged ones again.", flag="--verify"),
+        option(_SHARDS, "Hash the shards that are there first; make damaged ones again.", flag="--verify"),
     ] = None,
     seed: Annotated[int | None, option(_RUN, "Decides the order of the samples.", "0", metavar="N")] = None,
     config: Annotated[

@@ -14,6 +14,8 @@ from dflash_tool.commands.train import train
 
 # Options of `train` that are about stores to read.
 _OF_A_STORE = {"store", "weight", "follow", "loader_threads", "verify_reads"}
+_PANELS = ["Input", "Target", "Drafter", "Loss", "Optimizer steps", "Batches and memory", "Shards", "Run"]
+_PLACES = {"tee": -1, "config": 1, "dry_run": 2, "as_json": 3}  # in a panel; 0 is where the others stand
 
 
 def live(**given: Any) -> None:
@@ -56,7 +58,39 @@ def _own(
     out: Annotated[Path | None, option("Input", "The run's folder: new, or one to go on with.", metavar="RUN")] = None,
     tee: Annotated[
         Path | None,
-        option("Input", "A store for what passes, too: `dflash train --store` can use it afterwards.", metavar="STORE"),
+        option(
+            "Shards", "A store for what passes, too: `dflash train --store` can use it afterwards.", metavar="STORE"
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        option(
+            "Target",
+            "Decoder layers to capture the output of, 0-based.",
+            "those of --aux-layers, or 5, spread over the target",
+            metavar="1,9,17,...",
+        ),
+    ] = None,
+    aux_layers: Annotated[
+        str | None, option("Drafter", "Captured layers that it sees.", "all of them", metavar="1,9,17,...")
+    ] = None,
+    microbatch_tokens: Annotated[
+        int | None,
+        option(
+            "Optimizer steps",
+            "Context tokens of one batch, the target's and the drafter's.",
+            "4096 on CPU, what fits on CUDA",
+            metavar="N",
+        ),
+    ] = None,
+    batch_tokens: Annotated[
+        int | None,
+        option(
+            "Batches and memory",
+            "Tokens in one forward where held-out samples are captured, padding included.",
+            "2048 on CPU, 32768 on CUDA",
+            metavar="N",
+        ),
     ] = None,
     max_steps_ahead: Annotated[
         int | None,
@@ -80,7 +114,14 @@ def _signature() -> inspect.Signature:
         for name, parameter in inspect.signature(command).parameters.items():
             if command is _own or name not in merged:
                 merged[name] = parameter
-    return inspect.Signature([parameter for name, parameter in merged.items() if name not in _OF_A_STORE])
+    options = [parameter for name, parameter in merged.items() if name not in _OF_A_STORE]
+    return inspect.Signature(sorted(options, key=_place))
+
+
+def _place(parameter: inspect.Parameter) -> tuple[int, int]:
+    """Where an option stands on the page; a panel stands where its first option does."""
+    panel = parameter.annotation.__metadata__[0].rich_help_panel
+    return _PANELS.index(panel), _PLACES.get(parameter.name, 0)
 
 
 live.__signature__ = _signature()  # type: ignore[attr-defined]

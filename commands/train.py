@@ -9,12 +9,12 @@ from rich.console import Console
 
 from dflash_tool.commands.options import load_config, option
 
-_INPUT, _DRAFTER, _LOSS, _STEPS, _RUN = "Input", "Drafter", "Loss", "Optimizer steps", "Run"
+_INPUT, _DRAFTER, _LOSS, _STEPS, _READ, _RUN = "Input", "Drafter", "Loss", "Optimizer steps", "Reading", "Run"
 
 
 def train(
     store: Annotated[
-        list[Path] | None, option(_INPUT, "A store that `dflash extract` finished. Repeatable.", metavar="STORE")
+        list[Path] | None, option(_INPUT, "A store that `dflash extract` finished; repeatable.", metavar="STORE")
     ] = None,
     weight: Annotated[
         list[float] | None,
@@ -68,6 +68,15 @@ def train(
     grad_checkpointing: Annotated[
         bool | None, option(_STEPS, "Recompute layers in the backward: less memory.", flag="--grad-checkpointing")
     ] = None,
+    inflight_gib: Annotated[
+        float | None,
+        option(_READ, "Batches read ahead, at most.", "16 of the largest, if memory allows", metavar="GIB"),
+    ] = None,
+    loader_threads: Annotated[int | None, option(_READ, "Threads that read.", "2", metavar="N")] = None,
+    verify_reads: Annotated[
+        Literal["first", "always", "never"] | None,
+        option(_READ, "When to hold rows against their hash.", "first"),
+    ] = None,
     drafter_device: Annotated[
         list[str] | None,
         option(_RUN, "cpu, cuda, cuda:1, ...; repeatable.", "the first CUDA device, or the CPU", metavar="DEVICE"),
@@ -84,15 +93,6 @@ def train(
         int | None, option(_RUN, "A row of metrics.jsonl every so many steps.", "10", metavar="N")
     ] = None,
     keep: Annotated[int | None, option(_RUN, "Checkpoints to keep, beside the best.", "2", metavar="N")] = None,
-    inflight_gib: Annotated[
-        float | None,
-        option(_RUN, "Batches read ahead, at most.", "16 of the largest, if memory allows", metavar="GIB"),
-    ] = None,
-    loader_threads: Annotated[int | None, option(_RUN, "Threads that read.", "2", metavar="N")] = None,
-    verify_reads: Annotated[
-        Literal["first", "always", "never"] | None,
-        option(_RUN, "When to hold rows against their hash.", "first"),
-    ] = None,
     config: Annotated[
         Path | None, option(_RUN, "YAML file with any of these settings; options win over it.", metavar="FILE")
     ] = None,

@@ -27,7 +27,7 @@ def _run() -> int:
         with signals:
             from dflash_tool.commands.app import app
 
-            app()
+            app(prog_name="dflash")  # also as `python -m dflash_tool`
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException as error:

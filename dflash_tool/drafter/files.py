@@ -60,7 +60,7 @@ def save_drafter(model: DFlashDraftModel, folder: Path, *, dtype: torch.dtype | 
 
 
 def load_drafter(
-    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    folder: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> DFlashDraftModel:
     """Read a servable folder.
 
@@ -72,6 +72,7 @@ def load_drafter(
     Raises:
         DflashError: a file is missing or damaged, or the drafter is of a kind that can't be served as it was trained.
     """
+    folder = Path(folder)
     settings = read_drafter_config(folder)
     with torch.device("meta"):
         model = DFlashDraftModel(settings)

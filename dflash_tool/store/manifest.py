@@ -50,6 +50,8 @@ def read_manifest(root: Path) -> Manifest:
         with disk_errors(path, "read"):
             data = read_regular(path, _LIMIT_BYTES)
     except StoreError as error:
+        if isinstance(error.__cause__, NotADirectoryError):
+            raise StoreError(f"{root} is no store but a file; give the folder that extract made") from None
         if isinstance(error.__cause__, FileNotFoundError):
             text = f"{root} is no store: it has no {MANIFEST}; give a folder that extract made"
             raise StoreError(text) from None
@@ -88,7 +90,7 @@ def differences(old: Manifest, new: Manifest) -> list[Difference]:
 def check_same_settings(root: Path, old: Manifest, new: Manifest) -> None:
     """Raise `StoreError` with the values side by side if `new` can't go on with the store that `old` made."""
     lines = [
-        f"  {difference.option}: {name}: the store has {was}, this run {now}"
+        f"  {_said(difference.option, name)}: the store has {was}, this run {now}"
         for difference in differences(old, new)
         for name, was, now in _leaves(difference)
     ]
@@ -131,6 +133,11 @@ def _leaves(difference: Difference) -> Iterator[tuple[str, str, str]]:
     for name, was, now in pairs:
         if was != now:
             yield name, _short(was), _short(now)
+
+
+def _said(option: str, name: str) -> str:
+    """The option, and the name in the manifest where that says more."""
+    return option if name == option.removeprefix("--").replace("-", "_") else f"{option}: {name}"
 
 
 def _short(value: Any) -> str:

@@ -77,11 +77,12 @@ class HiddenStore:
         self._look(manifest)
 
     @classmethod
-    def open(cls, root: Path, *, max_open: int | None = None) -> "HiddenStore":
+    def open(cls, root: Path | str, *, max_open: int | None = None) -> "HiddenStore":
         """Open a store, complete or still growing.
 
         Raises `StoreError` if the manifest, the samples or an index is missing or damaged.
         """
+        root = Path(root)
         return cls(root, read_manifest(root), Samples.open(root), max_open)
 
     @property

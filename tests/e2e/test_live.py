@@ -302,7 +302,7 @@ def test_a_tee_of_other_settings_and_other_folders_are_refused(
     command = words(target, data, tmp_path / "run", tee=tmp_path / "store", max_length=50)[3:]
     refused = dflash(*command)
     assert refused.code == 1
-    assert "--max-length: max_length: the store has 40, this run 50" in " ".join(refused.err.split())
+    assert "--max-length: the store has 40, this run 50" in " ".join(refused.err.split())
     assert not (tmp_path / "run").exists()
     with RunLock(tmp_path / "store"):
         assert "is being written by" in dflash(*words(target, data, tmp_path / "run", tee=tmp_path / "store")[3:]).err

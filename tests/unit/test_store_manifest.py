@@ -50,7 +50,7 @@ def test_other_settings_are_refused_with_both_values(tmp_path: Path, manifest: M
     with pytest.raises(StoreError) as caught:
         check_same_settings(tmp_path, manifest, new)
     text = str(caught.value)
-    assert "--seed: seed: the store has 0, this run 5" in text
+    assert "--seed: the store has 0, this run 5" in text
     assert '--target: target.weights_fingerprint: the store has "0", this run "abc"' in text
     assert "--template-arg: template_args.thinking: the store has null, this run true" in text
     assert "choose another --out" in text
