@@ -136,12 +136,13 @@ def _live(
         targets=targets,
         samples=plan.samples,
         layers=plan.manifest.layers,
-        store_dtype=plan.manifest.store_dtype,
+        drafters=tuple(
+            resolve_device(name, "--drafter-device") for name in config.drafter_device for _ in range(config.drafters)
+        ),
         row_bytes=plan.manifest.row_bytes,
         limit_bytes=resolved.inflight_limit,
         places=places(config),
         steps_ahead=config.max_steps_ahead,
-        pin=any(resolve_device(name, "--drafter-device").type == "cuda" for name in config.drafter_device),
         on_quarantine=quarantine.add,
     )
     run = open_run(config.train(), telemetry.train, ranks, source_of=feed)

@@ -21,7 +21,7 @@ from dflash_tool.pipeline.live_source import LiveFeed
 from dflash_tool.store.lock import RunLock
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.verify import verify
-from dflash_tool.target import Captured, TargetModel
+from dflash_tool.target import TargetModel
 from dflash_tool.trainer import Replica
 from dflash_tool.trainer.metrics import read_metrics
 
@@ -171,7 +171,7 @@ def test_a_target_that_raises_stops_everybody(
 ) -> None:
     """One of two targets fails in the middle: its error comes out, the threads end, a rerun goes on."""
     config = config_of(random_target(), token_rows(100), tmp_path / "run", targets=2)
-    capture, calls = TargetModel.capture, itertools.count()
+    capture, calls = TargetModel.capture_padded, itertools.count()
 
     def broken(self: TargetModel, *args: Any) -> Any:
         if next(calls) == 40:
@@ -179,7 +179,7 @@ def test_a_target_that_raises_stops_everybody(
         return capture(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TargetModel, "capture", broken)
+        patch.setattr(TargetModel, "capture_padded", broken)
         with pytest.raises(BoomError):
             pipeline.live(config)
     assert not {"prefetcher", "watchdog"} & {thread.name for thread in threading.enumerate()}
@@ -209,14 +209,14 @@ def test_a_target_that_hangs_is_named(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(random_target(), token_rows(100), tmp_path / "run", targets=2)
-    capture, calls, end = TargetModel.capture, itertools.count(), threading.Event()
+    capture, calls, end = TargetModel.capture_padded, itertools.count(), threading.Event()
 
     def hanging(self: TargetModel, *args: Any) -> Any:
         if next(calls) == 40:
             end.wait(600)
         return capture(self, *args)
 
-    monkeypatch.setattr(TargetModel, "capture", hanging)
+    monkeypatch.setattr(TargetModel, "capture_padded", hanging)
     monkeypatch.setattr("dflash_tool.pipeline.live_run.LiveFeed", partial(LiveFeed, hang_seconds=3.0))
     with pytest.raises(TargetError, match=r"target [01] on cpu has been at one batch of [\d,]+ tokens"):
         pipeline.live(config)
@@ -244,15 +244,20 @@ def test_samples_with_nan_are_left_out_and_listed(
         save_every=1000,
     )
     spoiled = 4  # the first tokens of this row
-    capture = TargetModel.capture
+    forward = TargetModel._forward
     rows = [json.loads(line)["input_ids"] for line in config.data[0].read_text().splitlines()]
 
-    def spoil(self: TargetModel, input_ids: Any, lengths: Any, keep: Any = None) -> Captured:
-        got = capture(self, input_ids, lengths, keep)
-        mine = [row[:length].tolist() == rows[spoiled] for row, length in zip(input_ids, lengths, strict=True)]
-        return Captured(states=got.states, finite=got.finite & ~np.array(mine)[keep])
+    def spoil(self: TargetModel, batch: Any, make: Any) -> Any:
+        mine = [ids[:n].tolist() == rows[spoiled] for ids, n in zip(batch.input_ids, batch.lengths, strict=True)]
+        bad = torch.tensor(mine)[:, None, None]
+        embedding: torch.nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
+        hook = embedding.register_forward_hook(lambda _module, _inputs, out: out.masked_fill(bad, torch.nan))
+        try:
+            return forward(self, batch, make)
+        finally:
+            hook.remove()
 
-    monkeypatch.setattr(TargetModel, "capture", spoil)
+    monkeypatch.setattr(TargetModel, "_forward", spoil)
     training = pipeline.plan_live(config).training
     done = pipeline.live(config)
     assert done.quarantined == (f"{config.data[0]}:{spoiled + 1}",)

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from dflash_tool.buckets import StepPlan, assign, assign_buckets, choose_edges
 from dflash_tool.loader import LoaderClosed, PlannedStep
 from dflash_tool.pipeline import live_source, targets
 from dflash_tool.pipeline.live_source import LiveFeed, LiveSource
-from dflash_tool.target import Captured
+from dflash_tool.target import PaddedStates, Way
 from dflash_tool.window import InflightWindow, Sleeper
 
 LAYER = 0
@@ -142,13 +143,19 @@ class StubSamples:
 class StubTarget:
     """A forward takes `seconds(padded tokens)`; the state of a token is (its id, its position)."""
 
+    device = torch.device("cpu")
+
     def __init__(self, before: Callable[[int], None]) -> None:
         self.before = before
 
-    def capture(self, input_ids: Any, lengths: Any, keep: Any = None) -> Captured:
+    def capture_padded(self, input_ids: Any, lengths: Any, layers: Any, to: Way) -> PaddedStates:
         self.before(input_ids.size)
-        rows = [np.stack([ids[:n], np.arange(n)], 1) for ids, n in zip(input_ids, lengths, strict=True)]
-        return Captured(states={LAYER: np.concatenate(rows).astype(np.float32)}, finite=np.ones(len(lengths), np.bool_))
+        states = to.empty((1, *input_ids.shape, 2), torch.float32)
+        width = np.arange(input_ids.shape[1])
+        real = torch.from_numpy(width < lengths[:, None])
+        states[0, :, :, 0] = torch.from_numpy(input_ids) * real
+        states[0, :, :, 1] = torch.from_numpy(width) * real
+        return PaddedStates(states=states, finite=np.ones(len(lengths), np.bool_), arrival=to.arrival(states))
 
 
 class Ledger(InflightWindow):
@@ -227,8 +234,9 @@ class LiveRun:
             feed = LiveFeed(
                 targets={f"target {n}": StubTarget(self._forward(n)) for n in range(world.targets)},
                 samples=StubSamples(world.lengths),  # type: ignore[arg-type]
-                layers=(LAYER,), store_dtype="float32", row_bytes=8, limit_bytes=world.limit, places=world.places,
-                steps_ahead=world.steps_ahead, pin=False, on_quarantine=lambda rows: None,
+                layers=(LAYER,), drafters=(torch.device("cpu"),) * world.drafters, row_bytes=8,
+                limit_bytes=world.limit, places=world.places, steps_ahead=world.steps_ahead,
+                on_quarantine=lambda rows: None,
             )  # fmt: skip
             self.source: LiveSource = feed(self._fallible(steps), (LAYER,))
             self.source.window.acquired = self._note  # type: ignore[attr-defined]
