@@ -67,6 +67,22 @@ def test_the_same_steps_as_extract_and_train(
     np.testing.assert_allclose(losses(tmp_path / "live"), losses(tmp_path / "train"), rtol=1e-5)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_the_same_steps_on_cuda(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, devices: tuple[str, str]
+) -> None:
+    """Straight from target to drafter, or through the host; with a tee, which `train` then repeats."""
+    config = config_of(
+        random_target(), token_rows(100), tmp_path / "live", tee=tmp_path / "store", target_device=devices[0],
+        drafter_device=devices[1], dtype="float32",
+    )  # fmt: skip
+    pipeline.live(config)
+    pipeline.train(config.train().model_copy(update={"out": tmp_path / "train"}))
+    rtol = 1e-2 if devices[1] == "cuda" else 1e-5  # bf16
+    np.testing.assert_allclose(losses(tmp_path / "live"), losses(tmp_path / "train"), rtol=rtol)
+
+
 def test_training_from_the_tee_repeats_the_run_bit_for_bit(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
 ) -> None:
