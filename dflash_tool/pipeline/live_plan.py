@@ -16,6 +16,7 @@ from dflash_tool.drafter.files import read_drafter_config
 from dflash_tool.errors import ConfigError, DataError
 from dflash_tool.lifecycle import check_out
 from dflash_tool.loader import anchor_counts, epoch_plans, split_validation
+from dflash_tool.pipeline.live_devices import devices_of, own_devices, window_limit
 from dflash_tool.planning import ExtractionPlan, make_plan, plan_rows, prepare_samples
 from dflash_tool.resolving import resolve
 from dflash_tool.schemas.live import LiveConfig
@@ -109,6 +110,7 @@ class LivePlan:
     held_out: int
     total_steps: int
     places: int
+    devices: str
     warnings: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -119,6 +121,7 @@ class LivePlan:
             "held_out_samples": self.held_out,
             "total_steps": self.total_steps,
             "places": self.places,
+            "devices": self.devices,
             "live": asdict(self.figures),
             "warnings": list(self.warnings),
         }
@@ -155,9 +158,11 @@ def split(config: LiveConfig, samples: Samples) -> tuple[Int64s, Int64s]:
 def plan_live(config: LiveConfig, telemetry: ExtractTelemetry | None = None, ranks: int = 1) -> LivePlan:
     """What `live` would do with this config, or refuse. Nothing is left on disk."""
     telemetry = telemetry or ExtractTelemetry()
+    config = own_devices(config)
     check_out(config.store)
     with StopSignals(), tempfile.TemporaryDirectory(prefix="dflash-") as folder:
         resolved = resolve(config.extract(), telemetry)
+        limit = window_limit(resolved, config)
         samples, edges, prepared = prepare_samples(resolved, Path(folder), telemetry)
         whole = make_plan(resolved, samples, edges, prepared=prepared)
         training, held_out = split(config, samples)
@@ -167,7 +172,7 @@ def plan_live(config: LiveConfig, telemetry: ExtractTelemetry | None = None, ran
         plan = _first_epoch(config, whole, training)
         figures = measure(
             plan, lengths, buckets,
-            row_bytes=whole.manifest.row_bytes, limit=resolved.inflight_limit, parties=parties(config),
+            row_bytes=whole.manifest.row_bytes, limit=limit, parties=parties(config),
             drafters=ranks * len(config.drafter_device) * config.drafters,
         )  # fmt: skip
         total = math.ceil(len(training) / config.batch_samples) * config.epochs
@@ -178,6 +183,7 @@ def plan_live(config: LiveConfig, telemetry: ExtractTelemetry | None = None, ran
             held_out=len(held_out),
             total_steps=min(total, config.max_steps or total),
             places=places(config),
+            devices=devices_of(config),
             warnings=(*whole.warnings, *figures.warnings()),
         )
 

@@ -43,7 +43,8 @@ class TrainRun:
 
     best: walk tau and step of the best checkpoint on disk; saved_step: of the newest one, 0 without any; unsaved: why
     there is no newer one, if the disk refused it.
-    more: further fields of a training row of metrics.jsonl; before_save: done before a checkpoint.
+    more: further fields of a training row of metrics.jsonl; after_step: done by every rank after each step;
+    before_save: done before a checkpoint.
     """
 
     config: TrainConfig
@@ -70,6 +71,7 @@ class TrainRun:
     first_validation: dict[str, Any] | None = None
     stop: list[BaseException] = field(default_factory=list)
     more: Callable[[], dict[str, Any]] = dict
+    after_step: Callable[[], None] = lambda: None
     before_save: Callable[[], None] = lambda: None
 
     @property

@@ -119,6 +119,7 @@ def _train(run: TrainRun, log: TrainLog) -> TrainResult:
                 _save(run, log)
             raise
         log.step(step, result)
+        run.after_step()
         done = loop.steps_done
         last = done == loop.total_steps
         if last or done % config.val_every == 0:

@@ -63,12 +63,18 @@ class Way(Protocol):
         """Of everything that was sent into this memory."""
 
 
+def is_direct(source: torch.device, consumer: torch.device) -> bool:
+    """Whether states stay on devices between these two."""
+    if source.type == "cpu" or consumer.type == "cpu":
+        return False
+    return consumer == source or torch.cuda.can_device_access_peer(source, consumer)
+
+
 def way(source: torch.device, consumer: torch.device) -> Way:
     """The shortest way from a target on `source` to a consumer on `consumer`."""
     if source.type == "cpu":
         return OnHost(pin=consumer.type == "cuda")
-    direct = consumer.type == "cuda" and (consumer == source or torch.cuda.can_device_access_peer(source, consumer))
-    return BySideStream(source, consumer if direct else None)
+    return BySideStream(source, consumer if is_direct(source, consumer) else None)
 
 
 class OnHost:

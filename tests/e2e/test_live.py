@@ -109,6 +109,34 @@ def test_training_from_the_tee_repeats_the_run_bit_for_bit(
     assert HiddenStore.open(tmp_path / "store").manifest == store.manifest
 
 
+def test_a_tee_is_whole_once_the_first_epoch_has_passed(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Long before the end: `train` uses it while the run goes on, and a kill leaves it as it is."""
+    target, data = random_target(), token_rows(60)
+    changed = {"max_steps": 80, "epochs": 1000, "val_every": 1000, "save_every": 2, "tee": tmp_path / "store"}
+    config = config_of(target, data, tmp_path / "run", **changed)
+    run = subprocess.Popen(
+        words(target, data, tmp_path / "run", **changed), env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+    def whole() -> bool:
+        manifest = tmp_path / "store" / "manifest.json"
+        return manifest.exists() and json.loads(manifest.read_text())["complete"]
+
+    wait_until(run, whole)
+    run.send_signal(signal.SIGSTOP)
+    pipeline.train(config.train().model_copy(update={"out": tmp_path / "train", "max_steps": 4}))
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    assert not list(verify(tmp_path / "store", rehash=True))
+    done = pipeline.live(config)
+    assert 0 < done.trained.steps < 80
+    epoch = losses(tmp_path / "train")
+    assert len(losses(tmp_path / "run")) == 80 > len(epoch) == 4
+    assert HiddenStore.open(tmp_path / "store").manifest.complete
+
+
 @pytest.mark.parametrize("changed", [{"targets": 2}, {"targets": 3, "drafters": 2, "hs_queue_depth": 1}])
 def test_several_targets_and_drafters_take_the_same_steps(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path,
