@@ -128,12 +128,18 @@ class LivePlan:
 
 
 def places(config: LiveConfig) -> int:
-    """Batches of one bucket in flight, at most.
+    """Batches of one bucket in flight, at most."""
+    targets = len(config.target_device) * config.targets
+    return config.hs_queue_depth or default_places(targets, len(config.drafter_device) * config.drafters)
 
-    Targets run ahead while drafters wait for each other at a step's end: with a single bucket, T + D + 2 places reach
-    0.90-0.97 of the slower side's limit, twice as many 0.996 (simulated, 1 to 8 of each).
+
+def default_places(targets: int, drafters: int) -> int:
+    """Twice as many as are at work at once, and two.
+
+    With one for each, targets can't run ahead while drafters wait for each other at a step's end, and drafters can't
+    catch up (see `benchmarks/live_sim.py`).
     """
-    return config.hs_queue_depth or 2 * parties(config) - 2
+    return 2 * (targets + drafters) + 2
 
 
 def parties(config: LiveConfig) -> int:
