@@ -13,20 +13,24 @@ from numpy.typing import NDArray
 from dflash_tool.buckets import StepPlan, assign
 from dflash_tool.drafter.config import drafter_config
 from dflash_tool.drafter.files import read_drafter_config
-from dflash_tool.errors import ConfigError, DataError
+from dflash_tool.errors import ConfigError, DataError, StoreError
 from dflash_tool.lifecycle import check_out
 from dflash_tool.loader import anchor_counts, epoch_plans, split_validation
 from dflash_tool.pipeline.live_devices import devices_of, own_devices, window_limit
+from dflash_tool.pipeline.train_run import SETTINGS as TRAIN_SETTINGS
 from dflash_tool.planning import ExtractionPlan, make_plan, plan_rows, prepare_samples
 from dflash_tool.resolving import resolve
-from dflash_tool.schemas.live import LiveConfig
+from dflash_tool.schemas.live import HELD_OUT, LiveConfig
 from dflash_tool.signals import StopSignals
+from dflash_tool.store.files import TEMP_PREFIX, disk_errors
+from dflash_tool.store.lock import LOCK
 from dflash_tool.store.samples import Samples
 from dflash_tool.target import resolve_device
 from dflash_tool.telemetry import ExtractTelemetry
 from dflash_tool.trainer.budget import microbatch_budgets
 
 Int64s = NDArray[np.int64]
+SETTINGS = "live.yaml"
 _STEPS_MEASURED = 200
 
 
@@ -161,11 +165,27 @@ def split(config: LiveConfig, samples: Samples) -> tuple[Int64s, Int64s]:
     )
 
 
+def check_folders(config: LiveConfig) -> None:
+    """StoreError where `--out` or `--tee` hold something else, or are one folder."""
+    out = config.out
+    with disk_errors(out, "look at"):
+        if out.exists() and not out.is_dir():
+            raise StoreError(f"--out: {out} is a file; give a new folder, or that of a run to go on with")
+        names = (
+            {path.name for path in out.iterdir() if not path.name.startswith(TEMP_PREFIX)} if out.exists() else set()
+        )
+    if names - {HELD_OUT, LOCK} and not {SETTINGS, TRAIN_SETTINGS} & names:
+        raise StoreError(f"--out: {out} holds something else; give a new folder, or that of a run to go on with")
+    if config.tee is not None and config.tee.resolve() == out.resolve():
+        raise StoreError(f"--tee: {config.tee} is the run's own folder; give the store another one")
+    check_out(config.store, "--out" if config.tee is None else "--tee")
+
+
 def plan_live(config: LiveConfig, telemetry: ExtractTelemetry | None = None, ranks: int = 1) -> LivePlan:
     """What `live` would do with this config, or refuse. Nothing is left on disk."""
     telemetry = telemetry or ExtractTelemetry()
     config = own_devices(config)
-    check_out(config.store)
+    check_folders(config)
     with StopSignals(), tempfile.TemporaryDirectory(prefix="dflash-") as folder:
         resolved = resolve(config.extract(), telemetry)
         limit = window_limit(resolved, config)

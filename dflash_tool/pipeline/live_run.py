@@ -17,31 +17,28 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from dflash_tool.errors import StoreError
-from dflash_tool.lifecycle import OpenStore, begin, check_out, check_quarantine, join_store, open_store
+from dflash_tool.lifecycle import OpenStore, begin, check_quarantine, join_store, open_store
 from dflash_tool.pipeline.extraction_run import Guards, make_writer, run_extraction
 from dflash_tool.pipeline.flow import Flow, bottleneck, join, look
 from dflash_tool.pipeline.live_devices import devices_of, own_devices, window_limit
-from dflash_tool.pipeline.live_plan import kept_rows, measure, parties, places
+from dflash_tool.pipeline.live_plan import SETTINGS, check_folders, kept_rows, measure, parties, places
 from dflash_tool.pipeline.live_source import LiveFeed
 from dflash_tool.pipeline.targets import load_targets, target_notes
 from dflash_tool.pipeline.tee import Tee
 from dflash_tool.pipeline.tee_end import WholeTee
-from dflash_tool.pipeline.train_run import SETTINGS as TRAIN_SETTINGS
 from dflash_tool.pipeline.train_run import TrainRun, open_run
 from dflash_tool.pipeline.training import TrainResult, run_training
 from dflash_tool.planning import ExtractionPlan, plan_rows
 from dflash_tool.ranks import Ranks
 from dflash_tool.resolving import Resolved, resolve
-from dflash_tool.schemas.live import HELD_OUT, LiveConfig
+from dflash_tool.schemas.live import LiveConfig
 from dflash_tool.signals import StopSignals
-from dflash_tool.store.files import TEMP_PREFIX, disk_errors, make_folder, replace_file
-from dflash_tool.store.lock import LOCK, RunLock
+from dflash_tool.store.files import disk_errors, make_folder, replace_file
+from dflash_tool.store.lock import RunLock
 from dflash_tool.target import TargetModel, resolve_device
 from dflash_tool.telemetry import ExtractTelemetry, TrainTelemetry
 from dflash_tool.trainer.board import check_board
 
-SETTINGS = "live.yaml"
 Int64s = NDArray[np.int64]
 
 
@@ -221,17 +218,6 @@ def _capture(
     if any(not store.held[batch.rows].all() for batch in job.batches):
         _, quarantined = run_extraction(replace(store, plan=job), targets, Ranks(), telemetry, guards)
         del quarantined  # validation passes over what is not in the store
-
-
-def check_folders(config: LiveConfig) -> None:
-    """StoreError where `--out` or `--tee` hold something else."""
-    out = config.out
-    if out.exists() and not out.is_dir():
-        raise StoreError(f"--out: {out} is a file; give a new folder, or that of a run to go on with")
-    names = {path.name for path in out.iterdir() if not path.name.startswith(TEMP_PREFIX)} if out.exists() else set()
-    if names - {HELD_OUT, LOCK} and not {SETTINGS, TRAIN_SETTINGS} & names:
-        raise StoreError(f"--out: {out} holds something else; give a new folder, or that of a run to go on with")
-    check_out(config.store)
 
 
 @contextmanager

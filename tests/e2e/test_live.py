@@ -356,9 +356,16 @@ def test_a_tee_of_other_settings_and_other_folders_are_refused(
     with RunLock(tmp_path / "store"):
         assert "is being written by" in dflash(*words(target, data, tmp_path / "run", tee=tmp_path / "store")[3:]).err
     assert not (tmp_path / "run").exists()
+    own = dflash(*words(target, data, tmp_path / "run", tee=tmp_path / "run")[3:])
+    assert "--tee: " in own.err
+    assert "is the run's own folder" in " ".join(own.err.split())
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "thesis.tex").touch()
     assert "holds something else" in dflash(*words(target, data, tmp_path / "else")[3:]).err
+    held = dflash(*words(target, data, tmp_path / "run", tee=tmp_path / "else")[3:])
+    assert "--tee: " in held.err
+    assert "holds something else" in " ".join(held.err.split())
+    assert not (tmp_path / "run").exists()
 
 
 def test_dry_run_says_what_then_happens(
