@@ -122,9 +122,10 @@ def real_run(steps: int) -> None:
         config = LiveConfig.model_validate(
             {
                 "target": str(ROOT / "examples/tiny-target"), "data": [ROOT / "examples/chats.jsonl"],
-                "out": Path(folder) / "run", "max_length": 256, "targets": 2, "target_device": "cpu",
-                "drafter_device": "cpu", "draft_layers": 1, "block_size": 8, "anchors": 16, "batch_samples": 16,
-                "epochs": 1000, "max_steps": steps, "val_samples": 0, "save_every": 1 << 30, "inflight_gib": 0.2,
+                "out": Path(folder) / "run", "max_length": 96, "targets": 2, "target_device": "cpu",
+                "drafter_device": "cpu", "draft_layers": 1, "block_size": 8, "anchors": 8, "batch_samples": 8,
+                "microbatch_tokens": 512, "epochs": 1000, "max_steps": steps, "val_samples": 0, "save_every": 1 << 30,
+                "inflight_gib": 0.2,
             }
         )  # fmt: skip
         telemetry = pipeline.LiveTelemetry(train=Watch())
