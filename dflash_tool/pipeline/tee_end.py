@@ -35,10 +35,10 @@ class WholeTee:
             return
         self._looked = True
         self._tee.commit()
-        self._run.ranks.everyone("tee", None, stop=self._run.stop)  # all have committed
+        told = self._run.ranks.everyone("tee", list(self._quarantined), stop=self._run.stop)  # all have committed
         if self._run.leads:
             missing = self._missing()
-            lost = np.setdiff1d(missing, list(self._quarantined))
+            lost = np.setdiff1d(missing, [row for rows in told for row in rows])
             if not len(lost):  # otherwise at the end: the targets are at work
                 self._finish(missing.tolist())
 
