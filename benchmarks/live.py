@@ -24,7 +24,7 @@ from dflash_tool.buckets import StepPlan, assign_buckets, choose_edges
 from dflash_tool.loader import PlannedStep
 from dflash_tool.pipeline.live_source import LiveFeed
 from dflash_tool.schemas.live import LiveConfig
-from dflash_tool.target import Captured
+from dflash_tool.target import PaddedStates, Way
 from dflash_tool.telemetry import TrainTelemetry
 
 ROOT = Path(__file__).parent.parent
@@ -53,12 +53,14 @@ class Samples:
 class Target:
     """Takes as long as its tokens say, without the GIL."""
 
-    def capture(self, input_ids: np.ndarray, lengths: np.ndarray, keep: object = None) -> Captured:
-        """States of zeros."""
-        del keep
+    device = torch.device("cpu")
+
+    def capture_padded(self, input_ids: np.ndarray, lengths: np.ndarray, layers: object, to: Way) -> PaddedStates:
+        """States that nobody looks at."""
+        del layers
         time.sleep(input_ids.size * SECONDS_A_TOKEN)
-        states = np.zeros((int(lengths.sum()), 1), np.float32)
-        return Captured(states={LAYER: states}, finite=np.ones(len(lengths), np.bool_))
+        states = to.empty((1, *input_ids.shape, 1), torch.float32)
+        return PaddedStates(states=states, finite=np.ones(len(lengths), np.bool_), arrival=to.arrival(states))
 
 
 def timed_stages(samples: int) -> None:
@@ -79,7 +81,7 @@ def timed_stages(samples: int) -> None:
     ]  # fmt: skip
     feed = LiveFeed(
         targets={"target 0": Target(), "target 1": Target()}, samples=Samples(lengths),  # type: ignore[arg-type]
-        layers=(LAYER,), store_dtype="float32", row_bytes=4, limit_bytes=1 << 30, places=8, steps_ahead=8, pin=False,
+        layers=(LAYER,), drafters=(torch.device("cpu"),), row_bytes=4, limit_bytes=1 << 30, places=8, steps_ahead=8,
         on_quarantine=lambda _: None,
     )  # fmt: skip
     source = feed(iter(steps), (LAYER,))
@@ -120,9 +122,10 @@ def real_run(steps: int) -> None:
         config = LiveConfig.model_validate(
             {
                 "target": str(ROOT / "examples/tiny-target"), "data": [ROOT / "examples/chats.jsonl"],
-                "out": Path(folder) / "run", "max_length": 256, "targets": 2, "target_device": "cpu",
-                "drafter_device": "cpu", "draft_layers": 1, "block_size": 8, "anchors": 16, "batch_samples": 16,
-                "epochs": 1000, "max_steps": steps, "val_samples": 0, "save_every": 1 << 30, "inflight_gib": 0.2,
+                "out": Path(folder) / "run", "max_length": 96, "targets": 2, "target_device": "cpu",
+                "drafter_device": "cpu", "draft_layers": 1, "block_size": 8, "anchors": 8, "batch_samples": 8,
+                "microbatch_tokens": 512, "epochs": 1000, "max_steps": steps, "val_samples": 0, "save_every": 1 << 30,
+                "inflight_gib": 0.2,
             }
         )  # fmt: skip
         telemetry = pipeline.LiveTelemetry(train=Watch())

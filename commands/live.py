@@ -102,6 +102,14 @@ def _own(
             "Batches and memory", "Batches of one bucket in flight, at most.", "2 (targets + drafters) + 2", metavar="N"
         ),
     ] = None,
+    target_device: Annotated[
+        list[str] | None,
+        option("Target", "cpu, cuda:1, ...; repeatable; dealt over ranks.", "all CUDA but the last", metavar="DEVICE"),
+    ] = None,
+    drafter_device: Annotated[
+        list[str] | None,
+        option("Run", "cpu, cuda:1, ...; repeatable; dealt over ranks.", "the last CUDA device", metavar="DEVICE"),
+    ] = None,
     seed: Annotated[int | None, option("Run", "Of weights, order, anchors and split.", "0", metavar="N")] = None,
 ) -> None:
     """Options that `live` has besides those of `extract` and `train`, or says otherwise."""

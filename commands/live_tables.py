@@ -41,7 +41,7 @@ def live_panel(telemetry: LiveTelemetry) -> RenderableType:
         return extract_panel(telemetry.extract.snapshot())
     now = telemetry.train.snapshot()
     return Panel(
-        Group(train_panel(now), facts(_flow_rows(flow, now.seconds))),
+        Group(train_panel(now), facts([("devices", telemetry.devices), *_flow_rows(flow, now.seconds)])),
         title="dflash live",
         title_align="left",
         border_style="cyan",
@@ -71,7 +71,7 @@ def live_text(result: LiveResult) -> RenderableType:
     """What came of it, and who waited for whom."""
     parts: list[RenderableType] = [train_text(replace(result.trained, bottleneck=""))]
     if result.flow is not None:
-        parts.append(facts(_flow_rows(result.flow, result.trained.seconds)))
+        parts.append(facts([("devices", result.devices), *_flow_rows(result.flow, result.trained.seconds)]))
         parts.append(Text(f"{result.bottleneck[:1].upper()}{result.bottleneck[1:]}."))
     if result.quarantined:
         named = ", ".join(result.quarantined[:3])
@@ -88,6 +88,7 @@ def plan_text(plan: LivePlan) -> RenderableType:
     """What would be done."""
     figures, stored = plan.figures, plan.extraction
     rows = [
+        ("devices", plan.devices),
         ("samples", f"{count(plan.training)} to train on, {count(plan.held_out)} held out"),
         (
             "steps",

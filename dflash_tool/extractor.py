@@ -12,7 +12,7 @@ Whoever gets the item owes the window its `nbytes`. Neither loop knows where the
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,7 @@ class HiddenStates:
 
 
 class Target(Protocol):
-    """What the loop needs of a target (`target.TargetModel`; a stub in tests)."""
+    """What `capture_rows` needs of a target (`target.TargetModel`; a stub in tests)."""
 
     def capture(
         self, input_ids: NDArray[np.int64], lengths: NDArray[np.int64], keep: NDArray[np.bool_] | None = None
@@ -115,12 +115,15 @@ class TargetCounters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetForwardLoop:
-    """Runs one target over whatever the shared queue hands it, until that is closed and empty."""
+class TargetForwardLoop(Generic[T]):
+    """Runs one target over whatever the shared queue hands it, until that is closed and empty.
 
-    target: Target
+    capture: runs the target over a batch; what it returns becomes the item's payload.
+    """
+
+    capture: Callable[[TargetBatch], T]
     source: TargetQueue
-    out: StateQueue
+    out: BucketedHSQueue[T]
     counters: TargetCounters = field(default_factory=TargetCounters)
 
     def run(self) -> None:
@@ -132,31 +135,34 @@ class TargetForwardLoop:
             counters.free_since = None
             counters.waiting += began - free_since
             counters.at_work = work.payload.batch.padded_tokens, began
-            states = self._states(work.payload)
+            states = self.capture(work.payload)
             ended = time.monotonic()
             counters.at_work = None
             self.out.put(Item(work.index, work.payload.batch.bucket, work.nbytes, states))
+            del states  # the queue's alone
             counters.computing += ended - began
-            counters.tokens += states.real_tokens
-            counters.padded_tokens += states.padded_tokens
+            counters.tokens += int(work.payload.lengths.sum())
+            counters.padded_tokens += work.payload.batch.padded_tokens
             free_since = counters.free_since = time.monotonic()
         counters.free_since = None
 
-    def _states(self, work: TargetBatch) -> HiddenStates:
-        captured = self.target.capture(work.input_ids, work.lengths, work.keep)
-        samples, lengths = work.batch.rows[work.keep], work.lengths[work.keep]
-        states = captured.states
-        if not captured.finite.all():
-            rows = np.repeat(captured.finite, lengths)
-            states = {layer: values[rows] for layer, values in states.items()}
-        return HiddenStates(
-            samples=samples[captured.finite],
-            lengths=lengths[captured.finite],
-            states=states,
-            quarantined=samples[~captured.finite],
-            real_tokens=int(work.lengths.sum()),
-            padded_tokens=work.batch.padded_tokens,
-        )
+
+def capture_rows(target: Target, work: TargetBatch) -> HiddenStates:
+    """Run a target over a batch: the rows of the kept samples whose states are finite, on the host."""
+    captured = target.capture(work.input_ids, work.lengths, work.keep)
+    samples, lengths = work.batch.rows[work.keep], work.lengths[work.keep]
+    states = captured.states
+    if not captured.finite.all():
+        rows = np.repeat(captured.finite, lengths)
+        states = {layer: values[rows] for layer, values in states.items()}
+    return HiddenStates(
+        samples=samples[captured.finite],
+        lengths=lengths[captured.finite],
+        states=states,
+        quarantined=samples[~captured.finite],
+        real_tokens=int(work.lengths.sum()),
+        padded_tokens=work.batch.padded_tokens,
+    )
 
 
 def iter_queue(queue: BucketedHSQueue[T]) -> Iterator[Item[T]]:

@@ -64,17 +64,20 @@ class OpenStore:
     removed: tuple[str, ...]
 
 
-def check_out(out: Path) -> None:
-    """StoreError unless `out` is new, empty, or a store (perhaps one that was killed before its manifest)."""
+def check_out(out: Path, option: str = "--out") -> None:
+    """StoreError unless `out` is new, empty, or a store (perhaps one that was killed before its manifest).
+
+    option: that gave it.
+    """
     with disk_errors(out, "look at"):
         if not out.exists():
             return
         if not out.is_dir():
-            raise StoreError(f"--out: {out} is a file; give a new folder, or a store to go on with")
+            raise StoreError(f"{option}: {out} is a file; give a new folder, or a store to go on with")
         names = {entry.name for entry in out.iterdir() if not entry.name.startswith(TEMP_PREFIX)} - {LOCK}
     if names and not _is_store(out, names):
         raise StoreError(
-            f"--out: {out} holds something else ({', '.join(sorted(names)[:3])}); give a new or empty folder, or a "
+            f"{option}: {out} holds something else ({', '.join(sorted(names)[:3])}); give a new or empty folder, or a "
             "store to go on with"
         )
 

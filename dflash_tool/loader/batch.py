@@ -8,7 +8,7 @@ layers x 576, one core. Reading side by side reaches 0.5-0.6 of the speed at tha
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,19 @@ class BatchInputs(NamedTuple):
     input_ids: Tensor
     loss_mask: Tensor
     lengths: Tensor
+
+
+class Arrival(Protocol):
+    """States that may still be on their way when the batch is there already: who waits for whom, and when."""
+
+    def wait(self, device: torch.device) -> None:
+        """Let what this thread gives `device` to do from now on come after the arrival. A CPU waits itself."""
+
+    def used(self, device: torch.device) -> None:
+        """What this thread gave `device` to do so far reads the states."""
+
+    def done(self) -> None:
+        """Wait until every use is over."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +54,8 @@ class MixedBatch:
         lengths: int64 `[B]`.
         input_ids: int64 `[B, S]`.
         loss_mask: uint8 `[B, S]`, 1 where the token is supervised.
-        states: store dtype `[n, B, S, H]`, layers ascending.
+        states: store dtype `[n, B, S, H]`, layers ascending; on the host, or on the device of the drafter it is for.
+        arrival: of `states`; None where they are there.
     """
 
     index_in_step: int
@@ -53,6 +67,7 @@ class MixedBatch:
     input_ids: Tensor
     loss_mask: Tensor
     states: Tensor
+    arrival: Arrival | None = field(default=None, repr=False)
     on_release: Callable[[], None] = field(default=lambda: None, repr=False)
     _copies: list[torch.cuda.Event] = field(default_factory=list, init=False, repr=False)
     _released: list[bool] = field(default_factory=list, init=False, repr=False)
@@ -69,8 +84,12 @@ class MixedBatch:
         if out is None:
             target = self.states.device if device is None else torch.device(device)
             out = torch.empty(batch, seq, n * hidden, dtype=dtype or self.states.dtype, device=target)
+        if self.arrival is not None:
+            self.arrival.wait(out.device)
         states = self._copy(self.states, out.device)
         out.view(batch, seq, n, hidden).copy_(states.permute(1, 2, 0, 3))
+        if self.arrival is not None:
+            self.arrival.used(out.device)
         return out
 
     def to(self, device: torch.device | str, dtype: torch.dtype, *, out: Tensor | None = None) -> BatchInputs:
@@ -88,6 +107,8 @@ class MixedBatch:
             self._released.append(True)
             for event in self._copies:
                 event.synchronize()
+            if self.arrival is not None:
+                self.arrival.done()
             self.on_release()
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:

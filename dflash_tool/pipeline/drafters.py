@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -81,13 +82,20 @@ def check_fits(config: TrainConfig, start: DrafterConfig, wanted: DrafterConfig)
 
 
 def make_group(
-    config: TrainConfig, settings: DrafterConfig, devices: Sequence[torch.device], heads: Sequence[TargetHead]
+    config: TrainConfig,
+    settings: DrafterConfig,
+    devices: Sequence[torch.device],
+    heads: Sequence[TargetHead],
+    begun_from: Path | None = None,
 ) -> DrafterGroup:
-    """A drafter for each device; those on the same one share its weights. heads: by device, as the devices are."""
-    if config.init_from is None:
+    """A drafter for each device; those on the same one share its weights. heads: by device, as the devices are.
+
+    begun_from: the folder of a drafter to start from.
+    """
+    if begun_from is None:
         model = DFlashDraftModel(settings, seed=config.seed)
     else:
-        model = load_drafter(config.init_from, dtype=torch.float32).train()
+        model = load_drafter(begun_from, dtype=torch.float32).train()
     model.gradient_checkpointing = config.grad_checkpointing
     models = {device: copy.deepcopy(model).to(device) for device in dict.fromkeys(devices)}
     if config.compile:

@@ -7,11 +7,20 @@ caller's thread is the shard writer; every other part has a thread of its own.
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from dflash_tool.errors import Interrupted, StoreError
-from dflash_tool.extractor import BatchPrefetcher, HiddenStates, StateQueue, TargetForwardLoop, TargetQueue, iter_queue
+from dflash_tool.extractor import (
+    BatchPrefetcher,
+    HiddenStates,
+    StateQueue,
+    TargetForwardLoop,
+    TargetQueue,
+    capture_rows,
+    iter_queue,
+)
 from dflash_tool.lifecycle import (
     OpenStore,
     check_quarantine,
@@ -67,7 +76,10 @@ def run_extraction(
         window=window,
         out=batches,
     )
-    loops = {name: TargetForwardLoop(target=target, source=batches, out=states) for name, target in targets.items()}
+    loops = {
+        name: TargetForwardLoop(capture=partial(capture_rows, target), source=batches, out=states)
+        for name, target in targets.items()
+    }
     writer = make_writer(job, ranks)
     telemetry.start(
         samples=len(rows),

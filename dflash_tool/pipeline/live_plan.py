@@ -13,19 +13,24 @@ from numpy.typing import NDArray
 from dflash_tool.buckets import StepPlan, assign
 from dflash_tool.drafter.config import drafter_config
 from dflash_tool.drafter.files import read_drafter_config
-from dflash_tool.errors import ConfigError, DataError
+from dflash_tool.errors import ConfigError, DataError, StoreError
 from dflash_tool.lifecycle import check_out
 from dflash_tool.loader import anchor_counts, epoch_plans, split_validation
+from dflash_tool.pipeline.live_devices import devices_of, own_devices, window_limit
+from dflash_tool.pipeline.train_run import SETTINGS as TRAIN_SETTINGS
 from dflash_tool.planning import ExtractionPlan, make_plan, plan_rows, prepare_samples
 from dflash_tool.resolving import resolve
-from dflash_tool.schemas.live import LiveConfig
+from dflash_tool.schemas.live import HELD_OUT, LiveConfig
 from dflash_tool.signals import StopSignals
+from dflash_tool.store.files import TEMP_PREFIX, disk_errors
+from dflash_tool.store.lock import LOCK
 from dflash_tool.store.samples import Samples
 from dflash_tool.target import resolve_device
 from dflash_tool.telemetry import ExtractTelemetry
 from dflash_tool.trainer.budget import microbatch_budgets
 
 Int64s = NDArray[np.int64]
+SETTINGS = "live.yaml"
 _STEPS_MEASURED = 200
 
 
@@ -109,6 +114,7 @@ class LivePlan:
     held_out: int
     total_steps: int
     places: int
+    devices: str
     warnings: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -119,18 +125,25 @@ class LivePlan:
             "held_out_samples": self.held_out,
             "total_steps": self.total_steps,
             "places": self.places,
+            "devices": self.devices,
             "live": asdict(self.figures),
             "warnings": list(self.warnings),
         }
 
 
 def places(config: LiveConfig) -> int:
-    """Batches of one bucket in flight, at most.
+    """Batches of one bucket in flight, at most."""
+    targets = len(config.target_device) * config.targets
+    return config.hs_queue_depth or default_places(targets, len(config.drafter_device) * config.drafters)
 
-    Targets run ahead while drafters wait for each other at a step's end: with a single bucket, T + D + 2 places reach
-    0.90-0.97 of the slower side's limit, twice as many 0.996 (simulated, 1 to 8 of each).
+
+def default_places(targets: int, drafters: int) -> int:
+    """Twice as many as are at work at once, and two.
+
+    With one for each, targets can't run ahead while drafters wait for each other at a step's end, and drafters can't
+    catch up (see `benchmarks/live_sim.py`).
     """
-    return config.hs_queue_depth or 2 * parties(config) - 2
+    return 2 * (targets + drafters) + 2
 
 
 def parties(config: LiveConfig) -> int:
@@ -152,12 +165,30 @@ def split(config: LiveConfig, samples: Samples) -> tuple[Int64s, Int64s]:
     )
 
 
+def check_folders(config: LiveConfig) -> None:
+    """StoreError where `--out` or `--tee` hold something else, or are one folder."""
+    out = config.out
+    with disk_errors(out, "look at"):
+        if out.exists() and not out.is_dir():
+            raise StoreError(f"--out: {out} is a file; give a new folder, or that of a run to go on with")
+        names = (
+            {path.name for path in out.iterdir() if not path.name.startswith(TEMP_PREFIX)} if out.exists() else set()
+        )
+    if names - {HELD_OUT, LOCK} and not {SETTINGS, TRAIN_SETTINGS} & names:
+        raise StoreError(f"--out: {out} holds something else; give a new folder, or that of a run to go on with")
+    if config.tee is not None and config.tee.resolve() == out.resolve():
+        raise StoreError(f"--tee: {config.tee} is the run's own folder; give the store another one")
+    check_out(config.store, "--out" if config.tee is None else "--tee")
+
+
 def plan_live(config: LiveConfig, telemetry: ExtractTelemetry | None = None, ranks: int = 1) -> LivePlan:
     """What `live` would do with this config, or refuse. Nothing is left on disk."""
     telemetry = telemetry or ExtractTelemetry()
-    check_out(config.store)
+    config = own_devices(config)
+    check_folders(config)
     with StopSignals(), tempfile.TemporaryDirectory(prefix="dflash-") as folder:
         resolved = resolve(config.extract(), telemetry)
+        limit = window_limit(resolved, config)
         samples, edges, prepared = prepare_samples(resolved, Path(folder), telemetry)
         whole = make_plan(resolved, samples, edges, prepared=prepared)
         training, held_out = split(config, samples)
@@ -167,7 +198,7 @@ def plan_live(config: LiveConfig, telemetry: ExtractTelemetry | None = None, ran
         plan = _first_epoch(config, whole, training)
         figures = measure(
             plan, lengths, buckets,
-            row_bytes=whole.manifest.row_bytes, limit=resolved.inflight_limit, parties=parties(config),
+            row_bytes=whole.manifest.row_bytes, limit=limit, parties=parties(config),
             drafters=ranks * len(config.drafter_device) * config.drafters,
         )  # fmt: skip
         total = math.ceil(len(training) / config.batch_samples) * config.epochs
@@ -178,6 +209,7 @@ def plan_live(config: LiveConfig, telemetry: ExtractTelemetry | None = None, ran
             held_out=len(held_out),
             total_steps=min(total, config.max_steps or total),
             places=places(config),
+            devices=devices_of(config),
             warnings=(*whole.warnings, *figures.warnings()),
         )
 

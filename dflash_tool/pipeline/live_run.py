@@ -17,30 +17,28 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from dflash_tool.errors import ConfigError, StoreError
-from dflash_tool.lifecycle import OpenStore, begin, check_out, check_quarantine, complete, join_store, open_store
+from dflash_tool.lifecycle import OpenStore, begin, check_quarantine, join_store, open_store
 from dflash_tool.pipeline.extraction_run import Guards, make_writer, run_extraction
 from dflash_tool.pipeline.flow import Flow, bottleneck, join, look
-from dflash_tool.pipeline.live_plan import kept_rows, measure, parties, places
+from dflash_tool.pipeline.live_devices import devices_of, own_devices, window_limit
+from dflash_tool.pipeline.live_plan import SETTINGS, check_folders, kept_rows, measure, parties, places
 from dflash_tool.pipeline.live_source import LiveFeed
 from dflash_tool.pipeline.targets import load_targets, target_notes
 from dflash_tool.pipeline.tee import Tee
-from dflash_tool.pipeline.train_run import SETTINGS as TRAIN_SETTINGS
+from dflash_tool.pipeline.tee_end import WholeTee
 from dflash_tool.pipeline.train_run import TrainRun, open_run
 from dflash_tool.pipeline.training import TrainResult, run_training
 from dflash_tool.planning import ExtractionPlan, plan_rows
 from dflash_tool.ranks import Ranks
 from dflash_tool.resolving import Resolved, resolve
-from dflash_tool.schemas.live import HELD_OUT, LiveConfig
-from dflash_tool.schemas.manifest import RunSummary
+from dflash_tool.schemas.live import LiveConfig
 from dflash_tool.signals import StopSignals
-from dflash_tool.store.files import TEMP_PREFIX, disk_errors, make_folder, replace_file
-from dflash_tool.store.lock import LOCK, RunLock
+from dflash_tool.store.files import disk_errors, make_folder, replace_file
+from dflash_tool.store.lock import RunLock
 from dflash_tool.target import TargetModel, resolve_device
 from dflash_tool.telemetry import ExtractTelemetry, TrainTelemetry
 from dflash_tool.trainer.board import check_board
 
-SETTINGS = "live.yaml"
 Int64s = NDArray[np.int64]
 
 
@@ -51,6 +49,7 @@ class LiveTelemetry:
     extract: ExtractTelemetry = field(default_factory=ExtractTelemetry)
     train: TrainTelemetry = field(default_factory=TrainTelemetry)
     feed: LiveFeed | None = None
+    devices: str = ""
 
     def flow(self) -> Flow | None:
         """What flows now, once the targets feed the drafters."""
@@ -70,6 +69,7 @@ class LiveResult:
     flow: Flow | None
     bottleneck: str
     quarantined: tuple[str, ...]
+    devices: str
 
     def as_json(self) -> dict[str, Any]:
         """One JSON document."""
@@ -79,6 +79,7 @@ class LiveResult:
             "flow": self.flow.as_json() if self.flow else None,
             "bottleneck": self.bottleneck,
             "quarantined": list(self.quarantined),
+            "devices": self.devices,
         }
 
 
@@ -102,7 +103,8 @@ def live(config: LiveConfig, telemetry: LiveTelemetry | None = None) -> LiveResu
     """
     telemetry = telemetry or LiveTelemetry()
     ranks = Ranks.join()
-    check_devices(config)
+    asked, config = config, own_devices(config)
+    telemetry.devices = devices_of(config)
     if config.tensorboard:
         check_board()
     if ranks.rank == 0:
@@ -115,13 +117,20 @@ def live(config: LiveConfig, telemetry: LiveTelemetry | None = None) -> LiveResu
             stack.enter_context(_own(config.out, config.out / SETTINGS))
             lock = stack.enter_context(_own(config.store, config.out / SETTINGS))
             guards = replace(guards, check_lock=lock.check)
-        return _live(config, resolved, ranks, telemetry, guards, threads)
+        return _live(asked, config, resolved, ranks, telemetry, guards, threads)
 
 
 def _live(
-    config: LiveConfig, resolved: Resolved, ranks: Ranks, telemetry: LiveTelemetry, guards: Guards, threads: int
+    asked: LiveConfig,
+    config: LiveConfig,
+    resolved: Resolved,
+    ranks: Ranks,
+    telemetry: LiveTelemetry,
+    guards: Guards,
+    threads: int,
 ) -> LiveResult:
-    """Open the store, load the targets, open the run, capture what is held out, train."""
+    """Open the store, load the targets, open the run, capture what is held out, train. config: with our devices."""
+    limit = window_limit(resolved, config)
 
     def open_first() -> tuple[OpenStore, dict[str, TargetModel]]:
         store = open_store(resolved, telemetry.extract)
@@ -136,12 +145,13 @@ def _live(
         targets=targets,
         samples=plan.samples,
         layers=plan.manifest.layers,
-        store_dtype=plan.manifest.store_dtype,
+        drafters=tuple(
+            resolve_device(name, "--drafter-device") for name in config.drafter_device for _ in range(config.drafters)
+        ),
         row_bytes=plan.manifest.row_bytes,
-        limit_bytes=resolved.inflight_limit,
+        limit_bytes=limit,
         places=places(config),
         steps_ahead=config.max_steps_ahead,
-        pin=any(resolve_device(name, "--drafter-device").type == "cuda" for name in config.drafter_device),
         on_quarantine=quarantine.add,
     )
     run = open_run(config.train(), telemetry.train, ranks, source_of=feed)
@@ -155,7 +165,7 @@ def _live(
         parties=parties(config),
         drafters=run.drafters,
     )
-    ranks.first(lambda: _capture(config, store, targets, telemetry.extract, guards))
+    ranks.first(lambda: _capture(asked, store, targets, telemetry.extract, guards))
     run.store.refresh()
     (whole,) = run.store.stores
     held_out = run.val_rows
@@ -164,14 +174,16 @@ def _live(
     run.notes += [*plan.warnings, *figures.warnings(), *target_notes(targets)]
     telemetry.feed = feed
     run.more = lambda: flow.as_json() if (flow := telemetry.flow()) else {}
+    whole_tee = None
     with ExitStack() as stack:
         if config.tee is not None and not store.finished:
             feed.tee = stack.enter_context(Tee(make_writer(plan, ranks), plan.samples, whole.committed))
-            run.before_save = feed.tee.commit
+            whole_tee = WholeTee(store, feed.tee, run, quarantine.rows, telemetry.flow)
+            run.before_save, run.after_step = feed.tee.commit, whole_tee.look
         trained = run_training(run, guards.stop)
     flow, left_out = _joined(ranks, telemetry.flow(), list(quarantine.rows))
-    if feed.tee is not None:  # every rank has committed what passed it
-        note = ranks.first(lambda: _complete(store, targets, run, flow, telemetry.extract, guards))
+    if whole_tee is not None:  # every rank has committed what passed it
+        note = ranks.first(lambda: whole_tee.finish(targets, telemetry.extract, guards))
         trained = replace(trained, notes=(*trained.notes, *([note] if note else [])))
     return LiveResult(
         trained=trained,
@@ -179,6 +191,7 @@ def _live(
         flow=flow,
         bottleneck=bottleneck(trained.spent, flow) if flow else "",
         quarantined=tuple(plan.samples.source(row) for row in left_out),
+        devices=telemetry.devices,
     )
 
 
@@ -207,60 +220,6 @@ def _capture(
         del quarantined  # validation passes over what is not in the store
 
 
-def _complete(
-    store: OpenStore,
-    targets: dict[str, TargetModel],
-    run: TrainRun,
-    flow: Flow | None,
-    telemetry: ExtractTelemetry,
-    guards: Guards,
-) -> str:
-    """Complete the store of `--tee` once the first epoch has passed: capture what a kill has lost. Rank 0 alone.
-
-    Returns what the user should know, or nothing.
-    """
-    run.store.refresh()
-    (whole,) = run.store.stores
-    missing, root = np.flatnonzero(~whole.committed), whole.root
-    where = run.loader.state_dict()
-    if where["epoch"] == 0 and where["step"] < len(run.plan_of(0)):
-        return (
-            f"{root} lacks {len(missing):,} of {len(whole.samples):,} samples, because the first epoch was not "
-            "finished: `dflash extract` with the same settings goes on with it"
-        )
-    quarantined: list[int] = []
-    if len(missing):
-        job = replace(store, plan=plan_rows(store.plan, missing), held=whole.committed)
-        _, quarantined = run_extraction(job, targets, Ranks(), telemetry, guards)
-    complete(store.plan, _summary(flow, run), quarantined)
-    return ""
-
-
-def check_devices(config: LiveConfig) -> None:
-    """ConfigError for a device that is named twice."""
-    for option, names, replicas in (
-        ("--target-device", config.target_device, "--targets"),
-        ("--drafter-device", config.drafter_device, "--drafters"),
-    ):
-        devices = [resolve_device(name, option) for name in names]
-        if twice := {str(device) for device in devices if devices.count(device) > 1}:
-            raise ConfigError(
-                f"{option}: got {', '.join(sorted(twice))} twice; name each device once (and give {replicas} 2 for two "
-                "on each)"
-            )
-
-
-def check_folders(config: LiveConfig) -> None:
-    """StoreError where `--out` or `--tee` hold something else."""
-    out = config.out
-    if out.exists() and not out.is_dir():
-        raise StoreError(f"--out: {out} is a file; give a new folder, or that of a run to go on with")
-    names = {path.name for path in out.iterdir() if not path.name.startswith(TEMP_PREFIX)} if out.exists() else set()
-    if names - {HELD_OUT, LOCK} and not {SETTINGS, TRAIN_SETTINGS} & names:
-        raise StoreError(f"--out: {out} holds something else; give a new folder, or that of a run to go on with")
-    check_out(config.store)
-
-
 @contextmanager
 def _own(folder: Path, begun: Path) -> Iterator[RunLock]:
     """Make and lock a folder. If the run is refused before it has begun, a new one is removed again."""
@@ -279,19 +238,3 @@ def share_threads(threads: int, resolved: Resolved, run: TrainRun) -> None:
     parties = sum(device.type == "cpu" for device in (*resolved.devices, *run.loop.group.devices))
     if parties:
         torch.set_num_threads(max(1, threads // parties))
-
-
-def _summary(flow: Flow | None, run: TrainRun) -> RunSummary:
-    """What `stats` says of the run that finished a store: of this rank's targets, over all epochs of this run."""
-    seen = run.telemetry.snapshot()
-    return RunSummary(
-        seconds=seen.seconds,
-        samples=int(run.store.stores[0].committed.sum()),
-        real_tokens=flow.tokens if flow else 0,
-        padded_tokens=flow.padded_tokens if flow else 0,
-        peak_inflight_bytes=flow.peak if flow else 0,
-        inflight_limit_bytes=flow.limit if flow else 0,
-        ranks=run.ranks.world,
-        targets={name: target.tokens for name, target in flow.targets.items()} if flow else {},
-        waited=flow.waited if flow else {},
-    )

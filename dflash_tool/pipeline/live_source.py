@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 
 from dflash_tool.buckets import Batch, Microbatch
 from dflash_tool.errors import TargetError
-from dflash_tool.extractor import BatchPrefetcher, HiddenStates, StateQueue, Target, TargetForwardLoop, TargetQueue
+from dflash_tool.extractor import BatchPrefetcher, TargetBatch, TargetForwardLoop, TargetQueue
 from dflash_tool.loader import LoaderClosed, MixedBatch, PlannedStep
 from dflash_tool.pipeline.targets import start_targets, start_thread
 from dflash_tool.pipeline.tee import Tee, when_all_have
 from dflash_tool.queue import BucketedHSQueue, Item, QueueClosed
-from dflash_tool.schemas.config import LayerId, StoreDtype
+from dflash_tool.schemas.config import LayerId
 from dflash_tool.store.samples import Samples
-from dflash_tool.target.loading import DTYPES
+from dflash_tool.target import PaddedStates, Way, way
 from dflash_tool.window import InflightWindow
 
 Int64s = NDArray[np.int64]
@@ -38,25 +38,45 @@ _LOOK_SECONDS = 1.0
 HANG_SECONDS = 600.0
 
 
+class LiveTarget(Protocol):
+    """What a live run needs of a target (`target.TargetModel`; a stub in tests)."""
+
+    device: torch.device
+
+    def capture_padded(
+        self, input_ids: NDArray[np.int64], lengths: NDArray[np.int64], layers: Sequence[LayerId], to: Way
+    ) -> PaddedStates:
+        """Hidden states of one batch, on their way; see `TargetModel.capture_padded`."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A batch that is dispatched and not taken yet. device: of the drafter that will take it."""
+
+    epoch: int
+    microbatch: Microbatch
+    device: torch.device
+
+
 @dataclass(kw_only=True)
 class LiveFeed:
     """What makes batches in a live run; called by the loader for a source of the steps that are left.
 
-    layers: what the targets capture; row_bytes: of one token over all of them; steps_ahead: steps that may be
-    dispatched and unfinished; pin: page-locked batches, for CUDA; on_quarantine: told the rows of samples with NaN or
-    Inf states, may raise; tee: gets what passes in the first epoch; hang_seconds: after which a target that is at one
-    batch is given up; source: the newest one.
+    layers: what the targets capture; drafters: the device of each, where its batches go; row_bytes: of one token over
+    all layers; steps_ahead: steps that may be dispatched and unfinished; on_quarantine: told the rows of samples with
+    NaN or Inf states, may raise; tee: gets what passes in the first epoch; hang_seconds: after which a target that is
+    at one batch is given up; source: the newest one.
     """
 
-    targets: Mapping[str, Target]
+    targets: Mapping[str, LiveTarget]
     samples: Samples
     layers: tuple[LayerId, ...]
-    store_dtype: StoreDtype
+    drafters: tuple[torch.device, ...]
     row_bytes: int
     limit_bytes: int
     places: int
     steps_ahead: int
-    pin: bool
     on_quarantine: Callable[[Int64s], None]
     tee: Tee | None = None
     hang_seconds: float = HANG_SECONDS
@@ -74,15 +94,15 @@ class LiveSource:
     def __init__(self, feed: LiveFeed, steps: Iterator[PlannedStep], layers: tuple[int, ...]) -> None:
         self.window = InflightWindow(feed.limit_bytes, feed.places)
         self.gate = InflightWindow(feed.steps_ahead, feed.steps_ahead)  # a step counts 1
-        self.states: StateQueue = StateQueue()
+        self.states: BucketedHSQueue[PaddedStates] = BucketedHSQueue()
         self._steps: BucketedHSQueue[PlannedStep] = BucketedHSQueue()
         self._batches: TargetQueue = TargetQueue()
         self._feed = feed
         self._order = (*layers, *(layer for layer in feed.layers if layer not in layers))
         self._shown = len(layers)
-        self._microbatches: dict[int, tuple[int, Microbatch]] = {}  # with its epoch: dispatched, not taken yet
+        self._planned: dict[int, _Planned] = {}
         self.loops = {
-            name: TargetForwardLoop(target=target, source=self._batches, out=self.states)
+            name: TargetForwardLoop(capture=self._capture(target), source=self._batches, out=self.states)
             for name, target in feed.targets.items()
         }
         self._prefetcher = BatchPrefetcher(
@@ -117,9 +137,7 @@ class LiveSource:
     def take_batch(self, number: int) -> MixedBatch:
         """See `BatchSource`. Samples that were quarantined are left out."""
         item = self.states.take(number)
-        if item.payload.quarantined.size:
-            self._feed.on_quarantine(item.payload.quarantined)
-        return self._batch(*self._microbatches.pop(number), item)
+        return self._batch(self._planned.pop(number), item)
 
     def abort(self, error: BaseException) -> None:
         """See `BatchSource`."""
@@ -149,22 +167,35 @@ class LiveSource:
         for place, step in enumerate(steps):
             self.gate.acquire(0, 1)
             self._steps.put(Item(place, 0, 0, step))
-            for microbatch in step.microbatches:
-                self._microbatches[number] = step.epoch, microbatch
+            for microbatch, drafter in zip(step.microbatches, step.drafters, strict=True):
+                self._planned[number] = _Planned(step.epoch, microbatch, self._feed.drafters[drafter])
                 yield Batch(number, microbatch.rows, microbatch.bucket, microbatch.width)
                 number += 1
         self._steps.close()
 
-    def _batch(self, epoch: int, microbatch: Microbatch, item: Item[HiddenStates]) -> MixedBatch:
-        """The states of an item side by side `[n, B, S, H]`, zeros behind the ends; gives its states up."""
-        samples, rows, lengths = self._feed.samples, item.payload.samples, item.payload.lengths
-        shape = (len(rows), int(lengths.max(initial=1)))
+    def _capture(self, target: LiveTarget) -> Callable[[TargetBatch], PaddedStates]:
+        """What a target does with a batch: its states go to the device of the drafter that will take them."""
+        ways = {device: way(target.device, device) for device in self._feed.drafters}
+
+        def capture(work: TargetBatch) -> PaddedStates:
+            planned = self._planned[work.batch.index]
+            return target.capture_padded(work.input_ids, work.lengths, self._order, ways[planned.device])
+
+        return capture
+
+    def _batch(self, planned: _Planned, item: Item[PaddedStates]) -> MixedBatch:
+        """An item as a drafter takes it, without the samples that were quarantined."""
+        samples, microbatch, sent = self._feed.samples, planned.microbatch, item.payload
+        rows, quarantined = microbatch.rows[sent.finite], microbatch.rows[~sent.finite]
+        if quarantined.size:
+            self._feed.on_quarantine(quarantined)
+        lengths = samples.lengths[rows].astype(np.int64)
+        shape = sent.states.shape[1:3]
         input_ids, loss_mask = np.zeros(shape, np.int64), np.zeros(shape, np.uint8)
         for place, row in enumerate(rows.tolist()):
             input_ids[place, : lengths[place]] = samples.tokens(row)
             loss_mask[place, : lengths[place]] = samples.mask(row)
-        states = lay_out(item.payload.states, self._order, lengths, pin=self._feed.pin)
-        tee = self._feed.tee if epoch == 0 else None
+        tee = self._feed.tee if planned.epoch == 0 else None
         release = when_all_have(1 if tee is None else 2, partial(self.window.release, item.bucket, item.nbytes))
         batch = MixedBatch(
             index_in_step=microbatch.index_in_step,
@@ -175,11 +206,12 @@ class LiveSource:
             lengths=torch.from_numpy(lengths),
             input_ids=torch.from_numpy(input_ids),
             loss_mask=torch.from_numpy(loss_mask),
-            states=states[: self._shown].view(DTYPES[self._feed.store_dtype]),
+            states=sent.states[: self._shown],
+            arrival=sent.arrival,
             on_release=release,
         )
         if tee is not None:
-            tee.write(batch, self._order, states, item.payload.quarantined, release)
+            tee.write(batch, self._order, sent.arrival.fetch, quarantined, release)
         return batch
 
     def _hanging(self) -> list[tuple[str, int, float]]:
@@ -200,21 +232,3 @@ class LiveSource:
                     f"{name} has been at one batch of {tokens:,} tokens for {seconds:.0f} s: it hangs. Look at that "
                     "device, then run the same command to go on"
                 )
-
-
-def lay_out(
-    states: dict[LayerId, NDArray[Any]], layers: Sequence[LayerId], lengths: Int64s, *, pin: bool
-) -> torch.Tensor:
-    """Rows `[T, H]` of each layer -> one tensor `[n, B, S, H]` of the same bits; a layer is dropped once copied."""
-    first = states[layers[0]]
-    shape = (len(layers), len(lengths), int(lengths.max(initial=1)), first.shape[1])
-    out = torch.empty(shape, dtype=torch.from_numpy(first).dtype, pin_memory=pin)
-    memory = out.numpy()
-    starts = np.cumsum(lengths) - lengths
-    for place, length in enumerate(lengths.tolist()):
-        memory[:, place, length:] = 0
-    for number, layer in enumerate(layers):
-        rows = states.pop(layer)
-        for place, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-            memory[number, place, :length] = rows[start : start + length]
-    return out

@@ -4,10 +4,12 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 import torch
 
-from dflash_tool.extractor import StateQueue, TargetForwardLoop
+from dflash_tool.extractor import TargetForwardLoop
+from dflash_tool.queue import BucketedHSQueue
 from dflash_tool.resolving import Resolved
 from dflash_tool.store.checksums import write_checksums
 from dflash_tool.store.files import disk_errors, fsync_path
@@ -15,6 +17,8 @@ from dflash_tool.store.layout import HEAD
 from dflash_tool.target import TargetModel
 from dflash_tool.telemetry import ExtractTelemetry
 from dflash_tool.wording import counted
+
+T = TypeVar("T")
 
 
 def load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head: bool) -> dict[str, TargetModel]:
@@ -65,12 +69,12 @@ def target_notes(targets: dict[str, TargetModel]) -> Iterator[str]:
 
 
 def start_targets(
-    loops: dict[str, TargetForwardLoop], states: StateQueue, abort: Callable[[BaseException], None]
+    loops: dict[str, TargetForwardLoop[T]], states: BucketedHSQueue[T], abort: Callable[[BaseException], None]
 ) -> list[threading.Thread]:
     """A thread for each target loop; the last one to end closes the queue."""
     left, lock = len(loops), threading.Lock()
 
-    def run(loop: TargetForwardLoop) -> None:
+    def run(loop: TargetForwardLoop[T]) -> None:
         nonlocal left
         loop.run()
         with lock:

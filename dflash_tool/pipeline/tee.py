@@ -20,6 +20,7 @@ from dflash_tool.queue import BucketedHSQueue, Item
 from dflash_tool.schemas.config import LayerId
 from dflash_tool.store.samples import Samples
 from dflash_tool.store.writer import ShardWriter
+from dflash_tool.target.capture import to_numpy
 
 _Work = tuple[Callable[[], None], Callable[[], None]]  # what to do, whom to tell afterwards
 
@@ -41,16 +42,16 @@ class Tee:
         self,
         batch: MixedBatch,
         layers: Sequence[LayerId],
-        states: Tensor,
+        fetch: Callable[[], Tensor],
         quarantined: NDArray[np.int64],
         done: Callable[[], None],
     ) -> None:
         """Write the samples of a batch that the store lacks; `done` is called once their memory is not needed any more.
 
-        states: `[n, B, S, H]` of all stored layers, in the order of `layers`; bfloat16 as uint16. quarantined: rows of
-        samples.arrow that the batch lacks.
+        fetch: the states `[n, B, S, H]` of all stored layers, in the order of `layers`, on the host. quarantined: rows
+        of samples.arrow that the batch lacks.
         """
-        self._put((lambda: self._append(batch, layers, states.numpy(), quarantined), done))
+        self._put((lambda: self._append(batch, layers, to_numpy(fetch()), quarantined), done))
 
     def commit(self) -> None:
         """Commit everything that was given to `write`; whole on disk when this returns."""

@@ -43,7 +43,9 @@ class TrainRun:
 
     best: walk tau and step of the best checkpoint on disk; saved_step: of the newest one, 0 without any; unsaved: why
     there is no newer one, if the disk refused it.
-    more: further fields of a training row of metrics.jsonl; before_save: done before a checkpoint.
+    stands: where the loader stood after the newest finished step.
+    more: further fields of a training row of metrics.jsonl; after_step: done by every rank after each step;
+    before_save: done before a checkpoint.
     """
 
     config: TrainConfig
@@ -69,7 +71,9 @@ class TrainRun:
     newest_validation: dict[str, Any] | None = None
     first_validation: dict[str, Any] | None = None
     stop: list[BaseException] = field(default_factory=list)
+    stands: dict[str, Any] = field(default_factory=dict)
     more: Callable[[], dict[str, Any]] = dict
+    after_step: Callable[[], None] = lambda: None
     before_save: Callable[[], None] = lambda: None
 
     @property
@@ -109,7 +113,8 @@ def open_run(
     ranks = ranks or Ranks()
     telemetry.stage("waiting for an extraction to begin" if config.follow else "opening the store")
     store = open_stores(config, unfinished=source_of is not None)
-    start = read_drafter_config(config.init_from) if config.init_from is not None else None
+    begun_from = _begun_from(config)
+    start = read_drafter_config(begun_from) if begun_from is not None else None
     if start is not None:
         config = adopt(config, start)
     layers = choose_layers(config, store, option="--aux-layers" if start is None else "--init-from")
@@ -154,7 +159,7 @@ def open_run(
     total = math.ceil(len(train_rows) / config.batch_samples) * config.epochs
     total = min(total, config.max_steps or total)
     resolved = config.model_copy(update={"aux_layers": layers, "mask_token_id": mask_token, "weight": store.weights})
-    group = make_group(resolved, settings, devices, [heads[device] for device in devices])
+    group = make_group(resolved, settings, devices, [heads[device] for device in devices], begun_from)
     all_reduce = GradientSum(ranks, devices[0])
     validator = Validator(store, val_rows, head, layers=layers, gamma=config.gamma, batch_tokens=context_budget)
     return TrainRun(
@@ -211,6 +216,14 @@ def _window(config: TrainConfig, store: JoinedStore, layers: tuple[int, ...], bu
     tokens = max(budget, int(store.samples.lengths.max()))
     largest = batch_bytes(tokens, store.manifest.layer_row_bytes * len(layers))
     return min(default_limit(), (drafters + _AHEAD) * largest)
+
+
+def _begun_from(config: TrainConfig) -> Path | None:
+    """The drafter that a run starts from; one that goes on has its shape in a checkpoint, should it be gone."""
+    if config.init_from is not None and not config.init_from.exists():
+        newest = Checkpoints(config.out, keep=config.keep).newest()
+        return newest.folder if newest else config.init_from
+    return config.init_from
 
 
 def _drafter_settings(

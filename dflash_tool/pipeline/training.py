@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dflash_tool.errors import Interrupted, StoreError
+from dflash_tool.errors import DflashError, Interrupted, StoreError
 from dflash_tool.loader import LoadedStep
 from dflash_tool.pipeline.train_log import TrainLog
 from dflash_tool.pipeline.train_run import SETTINGS, TrainRun, check_out, check_together, open_run, resume
@@ -108,17 +108,20 @@ def run_training(run: TrainRun, stop: StopSignals) -> TrainResult:
 def _train(run: TrainRun, log: TrainLog) -> TrainResult:
     config, loop, telemetry = run.config, run.loop, run.telemetry
     begun_at = loop.steps_done
+    run.stands = run.loader.state_dict()
     if not begun_at:
         run.first_validation = _validate(run, log)
     telemetry.start(step=begun_at, total_steps=loop.total_steps)
     for step in _steps_left(run, log):
         try:
             result = loop.step(step, stop=run.stop)
-        except StoreError:  # a sample that can't be read: the steps before it are good
+        except DflashError:  # a sample that can't be read, here or on another rank: the steps before it are good
             if loop.steps_done:
                 _save(run, log)
             raise
+        run.stands = run.loader.state_dict()
         log.step(step, result)
+        run.after_step()
         done = loop.steps_done
         last = done == loop.total_steps
         if last or done % config.val_every == 0:
@@ -202,7 +205,7 @@ def _save(run: TrainRun, log: TrainLog) -> None:
     state = TrainState(
         step=run.loop.steps_done,
         total_steps=run.loop.total_steps,
-        loader=run.loader.state_dict(),
+        loader=run.stands,
         config=run.config.model_dump(mode="json"),
         store_settings=run.store.fingerprint,
         best_walk_tau=best_tau,

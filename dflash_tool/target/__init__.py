@@ -5,6 +5,7 @@ dtypes, weights. `decoder`: where in the model are decoder, layers, final norm? 
 in padded batches? `model`: truncate and capture. `head`: what training needs of a target.
 """
 
+from dflash_tool.target.capture import Captured, PaddedStates
 from dflash_tool.target.folder import (
     TargetFolder,
     check_layers,
@@ -16,12 +17,15 @@ from dflash_tool.target.folder import (
 )
 from dflash_tool.target.head import head_tensors, write_head
 from dflash_tool.target.loading import compute_dtype, load_whole, resolve_device
-from dflash_tool.target.model import Captured, TargetModel
+from dflash_tool.target.model import TargetModel
+from dflash_tool.target.transfer import Way, way
 
 __all__ = [
     "Captured",
+    "PaddedStates",
     "TargetFolder",
     "TargetModel",
+    "Way",
     "check_layers",
     "compute_dtype",
     "config_fingerprint",
@@ -31,6 +35,7 @@ __all__ = [
     "load_whole",
     "open_target",
     "resolve_device",
+    "way",
     "weights_fingerprint",
     "write_head",
 ]

@@ -27,7 +27,7 @@ def resolve_device(name: str, option: str = "--target-device") -> torch.device:
         raise ConfigError(f"{option}: {name!r} is not a device here: {error}") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"{option}: {name!r} is not supported; allowed are cpu and cuda")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def compute_dtype(dtype: ComputeDtype, device: torch.device) -> torch.dtype:

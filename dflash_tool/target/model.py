@@ -12,55 +12,32 @@ Shapes: B samples a batch, S padded length, T real tokens of a batch, H hidden s
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from dflash_tool.errors import TargetError
 from dflash_tool.schemas.config import LayerId, StoreDtype
+from dflash_tool.target.capture import BatchPart, Captured, PaddedPart, PaddedStates, RowsPart, join_rows
 from dflash_tool.target.decoder import find_decoder, layer_output
 from dflash_tool.target.folder import TargetFolder
 from dflash_tool.target.head import write_head
 from dflash_tool.target.loading import DTYPES, cast, load_weights
 from dflash_tool.target.probe import needs_mask
+from dflash_tool.target.transfer import Way, way
 
+P = TypeVar("P", bound=RowsPart | PaddedPart)
+
+_CPU = torch.device("cpu")
 # What allocators say when they raise a plain RuntimeError: the CPU's, CUDA's own libraries.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Captured:
-    """Hidden states of one batch's kept samples.
-
-    states: layer id -> [T, H] in the store's dtype (bfloat16 as uint16), the real rows one sample after the
-    other; finite: bool [kept samples], False where a row of any layer holds NaN or Inf.
-    """
-
-    states: dict[LayerId, NDArray[Any]]
-    finite: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """input_ids [B, S], padded on the right; lengths [B]; keep bool [B]."""
-
-    input_ids: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    keep: NDArray[np.bool_]
-
-    def part(self, start: int, stop: int) -> "_Batch":
-        """Samples start..stop, padded to their own longest."""
-        lengths = self.lengths[start:stop]
-        input_ids = np.ascontiguousarray(self.input_ids[start:stop, : lengths.max()])
-        return _Batch(input_ids=input_ids, lengths=lengths, keep=self.keep[start:stop])
 
 
 class TargetModel:
@@ -93,10 +70,9 @@ class TargetModel:
         cast(self.decoder, dtype)
         self._place()
         self.masked = needs_mask(self.decoder, modules[deepest], vocab_size=text.vocab_size, device=device)
-        self._side = _side_stream(device)
-        self._rows: Tensor | None = None
-        self._sums: Tensor | None = None
-        self._states: dict[LayerId, Tensor] = {}
+        self._hidden_size: int = text.hidden_size
+        self._to_host = way(device, _CPU)
+        self._part: RowsPart | PaddedPart | None = None
         for layer in self.layers:
             modules[index[layer]].register_forward_hook(partial(self._keep, layer))
 
@@ -125,8 +101,7 @@ class TargetModel:
     def replica(self) -> "TargetModel":
         """Another target on the same device and weights, for another thread; all other state is its own."""
         shared: dict[int, Any] = {id(parameter): parameter for parameter in self.decoder.parameters()}
-        if self._side is not None:
-            shared[id(self._side)] = _side_stream(self.device)
+        shared[id(self._to_host)] = way(self.device, _CPU)
         other = copy.deepcopy(self, shared)  # its hooks are bound to `other`
         other.halvings = 0
         return other
@@ -140,18 +115,40 @@ class TargetModel:
         rows are wanted (all by default): the others only keep the batch's shape, and so the numbers, the same.
         Raises TargetError for a sample that does not fit the device's memory even alone.
         """
-        batch = _Batch(
-            input_ids=input_ids, lengths=lengths, keep=np.ones(len(lengths), np.bool_) if keep is None else keep
-        )
-        parts = [captured for part in self._one_rope_each(batch) for captured in self._halved_until_it_fits(part)]
-        if len(parts) == 1:
-            return parts[0]
-        return Captured(
-            states={layer: np.concatenate([part.states[layer] for part in parts]) for layer in self.layers},
-            finite=np.concatenate([part.finite for part in parts]),
-        )
+        every = np.ones(len(lengths), np.bool_)
+        batch = BatchPart(input_ids=input_ids, lengths=lengths, keep=every if keep is None else keep)
+        return join_rows(self._run(batch, lambda part: RowsPart(part, self._to_host, self.device, self._store_dtype)))
 
-    def _one_rope_each(self, batch: _Batch) -> list[_Batch]:
+    def capture_padded(
+        self, input_ids: NDArray[np.int64], lengths: NDArray[np.int64], layers: Sequence[LayerId], to: Way
+    ) -> PaddedStates:
+        """Run one batch and send its states `[n, B, S, H]`, of all chosen layers in this order, on their way.
+
+        Returns once the forward is done; the states may arrive later. Raises TargetError for a sample that does not
+        fit the device's memory even alone, and where there is no memory for the states at the other end.
+        """
+        shape = (len(layers), *input_ids.shape, self._hidden_size)
+        try:
+            states = to.empty(shape, self._store_dtype)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            size = float(np.prod(shape)) * self._store_dtype.itemsize / 2**20
+            raise TargetError(
+                f"no memory is left for hidden states of {size:,.0f} MiB where they are used: lower --inflight-gib or "
+                f"--microbatch-tokens ({str(error).partition(chr(10))[0]})"
+            ) from error
+        batch = BatchPart(input_ids=input_ids, lengths=lengths, keep=np.ones(len(lengths), np.bool_))
+        parts = self._run(batch, lambda part: PaddedPart(part, states, layers, to, self.device))
+        finite = np.concatenate([part.finite() for part in parts])
+        if not finite.all():
+            states = to.select(states, np.flatnonzero(finite).tolist(), int(lengths[finite].max(initial=1)))
+        return PaddedStates(states=states, finite=finite, arrival=to.arrival(states))
+
+    def _run(self, batch: BatchPart, make: Callable[[BatchPart], P]) -> list[P]:
+        return [done for part in self._one_rope_each(batch) for done in self._halved_until_it_fits(part, make)]
+
+    def _one_rope_each(self, batch: BatchPart) -> list[BatchPart]:
         """Cut the batch between neighbours of which one is longer than LongRoPE's switch and the other is not."""
         if self._switch is None:
             return [batch]
@@ -159,16 +156,16 @@ class TargetModel:
         bounds = [0, *cuts.tolist(), len(batch.lengths)]
         return [batch.part(start, stop) for start, stop in pairwise(bounds)]
 
-    def _halved_until_it_fits(self, batch: _Batch) -> list[Captured]:
+    def _halved_until_it_fits(self, batch: BatchPart, make: Callable[[BatchPart], P]) -> list[P]:
         try:
-            return [self._forward(batch)]
+            return [self._forward(batch, make)]
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
             first_line = str(error).partition("\n")[0]
+        finally:
+            self._part = None
         # Outside the handler: its traceback held what the forward had allocated.
-        self._states.clear()
-        self._rows = self._sums = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         count = len(batch.lengths)
@@ -180,61 +177,25 @@ class TargetModel:
         self.halvings += 1
         middle = count // 2
         return [
-            *self._halved_until_it_fits(batch.part(0, middle)),
-            *self._halved_until_it_fits(batch.part(middle, count)),
+            *self._halved_until_it_fits(batch.part(0, middle), make),
+            *self._halved_until_it_fits(batch.part(middle, count), make),
         ]
 
     @torch.inference_mode()
-    def _forward(self, batch: _Batch) -> Captured:
-        count, width = batch.input_ids.shape
-        kept = np.flatnonzero(batch.keep)
-        lengths = batch.lengths[kept]
-        rows = np.concatenate([np.arange(b * width, b * width + batch.lengths[b]) for b in kept] or [np.empty(0)])
-        whole = len(rows) == count * width
-        self._rows = None if whole else torch.from_numpy(rows.astype(np.int64)).to(self.device)
-        self._sums = torch.zeros(len(rows), device=self.device)
+    def _forward(self, batch: BatchPart, make: Callable[[BatchPart], P]) -> P:
+        part = self._part = make(batch)
         mask = None
         if self.masked:
-            real = np.arange(width) < batch.lengths[:, None]
+            real = np.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]
             mask = torch.from_numpy(real.astype(np.int64)).to(self.device)
         self.decoder(input_ids=torch.from_numpy(batch.input_ids).to(self.device), attention_mask=mask, use_cache=False)
-        if self._side is not None:
-            self._side.synchronize()
-        states = {layer: self._states.pop(layer) for layer in self.layers}
-        suspects = torch.from_numpy(np.flatnonzero(~torch.isfinite(self._sums).cpu().numpy()))
-        finite = np.ones(len(kept), np.bool_)
-        if len(suspects):  # a NaN or Inf, or an overflow of the sum alone
-            bad = torch.stack([~torch.isfinite(part[suspects]).all(dim=1) for part in states.values()]).any(dim=0)
-            finite[np.repeat(np.arange(len(kept)), lengths)[suspects[bad].numpy()]] = False
-        return Captured(states={layer: _to_numpy(part) for layer, part in states.items()}, finite=finite)
+        part.end()
+        return part
 
     def _keep(self, layer: LayerId, module: nn.Module, _inputs: Any, output: Any) -> None:
-        """The hook of a chosen layer: its real rows in the store's dtype, on their way to the CPU."""
-        states = layer_output(module, output)
-        flat = states.reshape(-1, states.shape[-1])
-        # Fresh memory either way: whatever follows may write into the layer's output.
-        if self._rows is None:
-            real = flat.to(self._store_dtype, copy=True)
-        else:
-            real = flat.to(self._store_dtype).index_select(0, self._rows)
-        assert self._sums is not None
-        self._sums += real.sum(dim=1, dtype=torch.float32)
-        self._states[layer] = self._to_host(real)
-
-    def _to_host(self, real: Tensor) -> Tensor:
-        """On CUDA: copied on a side stream while the next layers run; complete once that stream is synchronised.
-
-        torch keeps freed pinned blocks and hands them out again, once the tensor and every numpy view of it are
-        gone and the copy is done: buffers are recycled, and never under a writer that still reads them.
-        """
-        if self._side is None:
-            return real
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
-            host = torch.empty(real.shape, dtype=real.dtype, pin_memory=True)
-            host.copy_(real, non_blocking=True)
-        real.record_stream(self._side)
-        return host
+        """The hook of a chosen layer: its rows in the store's dtype, on their way."""
+        assert self._part is not None
+        self._part.add(layer, layer_output(module, output))
 
     def _place(self) -> None:
         try:
@@ -247,10 +208,6 @@ class TargetModel:
                 f"this target takes {size / 2**30:.1f} GiB up to its deepest chosen layer, more than is free on "
                 f"{self.device}: choose a smaller --dtype or another --target-device"
             ) from error
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _rope_switch(text: Any) -> int | None:
@@ -266,8 +223,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         words in str(error) for words in _OUT_OF_MEMORY
     )
-
-
-def _to_numpy(tensor: Tensor) -> NDArray[Any]:
-    """[T, H] on the CPU -> numpy; bfloat16 as uint16, bit for bit."""
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()

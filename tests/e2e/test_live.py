@@ -21,7 +21,7 @@ from dflash_tool.pipeline.live_source import LiveFeed
 from dflash_tool.store.lock import RunLock
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.verify import verify
-from dflash_tool.target import Captured, TargetModel
+from dflash_tool.target import TargetModel
 from dflash_tool.trainer import Replica
 from dflash_tool.trainer.metrics import read_metrics
 
@@ -67,6 +67,22 @@ def test_the_same_steps_as_extract_and_train(
     np.testing.assert_allclose(losses(tmp_path / "live"), losses(tmp_path / "train"), rtol=1e-5)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_the_same_steps_on_cuda(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, devices: tuple[str, str]
+) -> None:
+    """Straight from target to drafter, or through the host; with a tee, which `train` then repeats."""
+    config = config_of(
+        random_target(), token_rows(100), tmp_path / "live", tee=tmp_path / "store", target_device=devices[0],
+        drafter_device=devices[1], dtype="float32",
+    )  # fmt: skip
+    pipeline.live(config)
+    pipeline.train(config.train().model_copy(update={"out": tmp_path / "train"}))
+    rtol = 1e-2 if devices[1] == "cuda" else 1e-5  # bf16
+    np.testing.assert_allclose(losses(tmp_path / "live"), losses(tmp_path / "train"), rtol=rtol)
+
+
 def test_training_from_the_tee_repeats_the_run_bit_for_bit(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -91,6 +107,34 @@ def test_training_from_the_tee_repeats_the_run_bit_for_bit(
     assert rows == [row for row in read_metrics(tmp_path / "train") if row["kind"] == "validation"]
     pipeline.extract(config.extract())  # nothing is left to do
     assert HiddenStore.open(tmp_path / "store").manifest == store.manifest
+
+
+def test_a_tee_is_whole_once_the_first_epoch_has_passed(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Long before the end: `train` uses it while the run goes on, and a kill leaves it as it is."""
+    target, data = random_target(), token_rows(60)
+    changed = {"max_steps": 80, "epochs": 1000, "val_every": 1000, "save_every": 2, "tee": tmp_path / "store"}
+    config = config_of(target, data, tmp_path / "run", **changed)
+    run = subprocess.Popen(
+        words(target, data, tmp_path / "run", **changed), env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+    def whole() -> bool:
+        manifest = tmp_path / "store" / "manifest.json"
+        return manifest.exists() and json.loads(manifest.read_text())["complete"]
+
+    wait_until(run, whole)
+    run.send_signal(signal.SIGSTOP)
+    pipeline.train(config.train().model_copy(update={"out": tmp_path / "train", "max_steps": 4}))
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    assert not list(verify(tmp_path / "store", rehash=True))
+    done = pipeline.live(config)
+    assert 0 < done.trained.steps < 80
+    epoch = losses(tmp_path / "train")
+    assert len(losses(tmp_path / "run")) == 80 > len(epoch) == 4
+    assert HiddenStore.open(tmp_path / "store").manifest.complete
 
 
 @pytest.mark.parametrize("changed", [{"targets": 2}, {"targets": 3, "drafters": 2, "hs_queue_depth": 1}])
@@ -171,7 +215,7 @@ def test_a_target_that_raises_stops_everybody(
 ) -> None:
     """One of two targets fails in the middle: its error comes out, the threads end, a rerun goes on."""
     config = config_of(random_target(), token_rows(100), tmp_path / "run", targets=2)
-    capture, calls = TargetModel.capture, itertools.count()
+    capture, calls = TargetModel.capture_padded, itertools.count()
 
     def broken(self: TargetModel, *args: Any) -> Any:
         if next(calls) == 40:
@@ -179,7 +223,7 @@ def test_a_target_that_raises_stops_everybody(
         return capture(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TargetModel, "capture", broken)
+        patch.setattr(TargetModel, "capture_padded", broken)
         with pytest.raises(BoomError):
             pipeline.live(config)
     assert not {"prefetcher", "watchdog"} & {thread.name for thread in threading.enumerate()}
@@ -209,14 +253,14 @@ def test_a_target_that_hangs_is_named(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(random_target(), token_rows(100), tmp_path / "run", targets=2)
-    capture, calls, end = TargetModel.capture, itertools.count(), threading.Event()
+    capture, calls, end = TargetModel.capture_padded, itertools.count(), threading.Event()
 
     def hanging(self: TargetModel, *args: Any) -> Any:
         if next(calls) == 40:
             end.wait(600)
         return capture(self, *args)
 
-    monkeypatch.setattr(TargetModel, "capture", hanging)
+    monkeypatch.setattr(TargetModel, "capture_padded", hanging)
     monkeypatch.setattr("dflash_tool.pipeline.live_run.LiveFeed", partial(LiveFeed, hang_seconds=3.0))
     with pytest.raises(TargetError, match=r"target [01] on cpu has been at one batch of [\d,]+ tokens"):
         pipeline.live(config)
@@ -244,15 +288,20 @@ def test_samples_with_nan_are_left_out_and_listed(
         save_every=1000,
     )
     spoiled = 4  # the first tokens of this row
-    capture = TargetModel.capture
+    forward = TargetModel._forward
     rows = [json.loads(line)["input_ids"] for line in config.data[0].read_text().splitlines()]
 
-    def spoil(self: TargetModel, input_ids: Any, lengths: Any, keep: Any = None) -> Captured:
-        got = capture(self, input_ids, lengths, keep)
-        mine = [row[:length].tolist() == rows[spoiled] for row, length in zip(input_ids, lengths, strict=True)]
-        return Captured(states=got.states, finite=got.finite & ~np.array(mine)[keep])
+    def spoil(self: TargetModel, batch: Any, make: Any) -> Any:
+        mine = [ids[:n].tolist() == rows[spoiled] for ids, n in zip(batch.input_ids, batch.lengths, strict=True)]
+        bad = torch.tensor(mine)[:, None, None]
+        embedding: torch.nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
+        hook = embedding.register_forward_hook(lambda _module, _inputs, out: out.masked_fill(bad, torch.nan))
+        try:
+            return forward(self, batch, make)
+        finally:
+            hook.remove()
 
-    monkeypatch.setattr(TargetModel, "capture", spoil)
+    monkeypatch.setattr(TargetModel, "_forward", spoil)
     training = pipeline.plan_live(config).training
     done = pipeline.live(config)
     assert done.quarantined == (f"{config.data[0]}:{spoiled + 1}",)
@@ -307,9 +356,16 @@ def test_a_tee_of_other_settings_and_other_folders_are_refused(
     with RunLock(tmp_path / "store"):
         assert "is being written by" in dflash(*words(target, data, tmp_path / "run", tee=tmp_path / "store")[3:]).err
     assert not (tmp_path / "run").exists()
+    own = dflash(*words(target, data, tmp_path / "run", tee=tmp_path / "run")[3:])
+    assert "--tee: " in own.err
+    assert "is the run's own folder" in " ".join(own.err.split())
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "thesis.tex").touch()
     assert "holds something else" in dflash(*words(target, data, tmp_path / "else")[3:]).err
+    held = dflash(*words(target, data, tmp_path / "run", tee=tmp_path / "else")[3:])
+    assert "--tee: " in held.err
+    assert "holds something else" in " ".join(held.err.split())
+    assert not (tmp_path / "run").exists()
 
 
 def test_dry_run_says_what_then_happens(

@@ -1,6 +1,7 @@
 """`train` with another loss, from a drafter's weights, with TensorBoard, compiled: what each does and refuses."""
 
 import json
+import shutil
 import sys
 import types
 from collections.abc import Callable
@@ -47,15 +48,19 @@ def words(store: Path, out: Path, *flags: object, without: tuple[str, ...] = ())
 
 
 def test_from_a_drafter(store: Path, drafter: Path, tmp_path: Path, dflash: Run) -> None:
-    """It has that one's shape and weights: the first validation is that one's last."""
+    """It has that one's shape and weights: the first validation is that one's last. Going on needs it no more."""
     shape = ("block_size", "draft_layers")
-    done = dflash(*words(store, tmp_path / "run", "--init-from", drafter, "--json", without=shape))
+    given = shutil.copytree(drafter, tmp_path / "drafter")
+    done = dflash(*words(store, tmp_path / "run", "--init-from", given, "--json", without=shape))
     assert done.code == 0, done.err
     last = json.loads((drafter / "state.json").read_text())["validation"]
     assert json.loads(done.out)["first"]["loss"] == pytest.approx(last["loss"], rel=1e-6)
     assert json.loads((tmp_path / "run/checkpoints/last/config.json").read_text())["block_size"] == 4
-    again = dflash(*words(store, tmp_path / "run", "--init-from", drafter, without=shape))
+    shutil.rmtree(given)
+    again = dflash(*words(store, tmp_path / "run", "--init-from", given, without=shape))
     assert again.code == 0, again.err
+    new = dflash(*words(store, tmp_path / "new", "--init-from", given, without=shape))
+    assert "no drafter in" in new.err
 
 
 def test_its_weights_are_the_drafters(store: Path, drafter: Path, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_an_error_on_one_rank_ends_all_with_its_reason(store: Path, tmp_path: Pa
     content = bytearray(file.read_bytes())
     content[40] ^= 1
     file.write_bytes(content)
-    run = start(2, words(part, out, epochs=1))
+    run = start(2, words(part, out, epochs=1, save_every=1000))
     _, said = run.communicate(timeout=120)
     assert run.returncode != 0
     messages = [line.removeprefix("dflash: ") for line in said.splitlines() if line.startswith("dflash: ")]
@@ -175,6 +175,9 @@ def test_an_error_on_one_rank_ends_all_with_its_reason(store: Path, tmp_path: Pa
     (told,) = [line for line in messages if not line.startswith("rank ")]
     assert told.startswith("sample ")
     assert heard.partition(" stopped: ")[2] == told
+    if steps := rows(out):  # whoever read it, what was done before is kept
+        state = json.loads((out / "checkpoints" / "last" / "state.json").read_text())
+        assert state["step"] == state["loader"]["step"] == steps[-1]["step"]
 
 
 def test_more_ranks_than_microbatches(store: Path, alone: Path, tmp_path: Path) -> None:

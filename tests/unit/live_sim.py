@@ -11,18 +11,21 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from dflash_tool.buckets import StepPlan, assign, assign_buckets, choose_edges
+from dflash_tool.buckets import Step, StepPlan, assign, assign_buckets, choose_edges
 from dflash_tool.loader import LoaderClosed, PlannedStep
 from dflash_tool.pipeline import live_source, targets
+from dflash_tool.pipeline.live_plan import default_places
 from dflash_tool.pipeline.live_source import LiveFeed, LiveSource
-from dflash_tool.target import Captured
+from dflash_tool.target import PaddedStates, Way
 from dflash_tool.window import InflightWindow, Sleeper
 
 LAYER = 0
@@ -142,13 +145,19 @@ class StubSamples:
 class StubTarget:
     """A forward takes `seconds(padded tokens)`; the state of a token is (its id, its position)."""
 
+    device = torch.device("cpu")
+
     def __init__(self, before: Callable[[int], None]) -> None:
         self.before = before
 
-    def capture(self, input_ids: Any, lengths: Any, keep: Any = None) -> Captured:
+    def capture_padded(self, input_ids: Any, lengths: Any, layers: Any, to: Way) -> PaddedStates:
         self.before(input_ids.size)
-        rows = [np.stack([ids[:n], np.arange(n)], 1) for ids, n in zip(input_ids, lengths, strict=True)]
-        return Captured(states={LAYER: np.concatenate(rows).astype(np.float32)}, finite=np.ones(len(lengths), np.bool_))
+        states = to.empty((1, *input_ids.shape, 2), torch.float32)
+        width = np.arange(input_ids.shape[1])
+        real = torch.from_numpy(width < lengths[:, None])
+        states[0, :, :, 0] = torch.from_numpy(input_ids) * real
+        states[0, :, :, 1] = torch.from_numpy(width) * real
+        return PaddedStates(states=states, finite=np.ones(len(lengths), np.bool_), arrival=to.arrival(states))
 
 
 class Ledger(InflightWindow):
@@ -183,24 +192,56 @@ class World:
 
     def planned(self) -> list[PlannedStep]:
         """The steps as the loader hands them over."""
-        count = len(self.lengths)
-        buckets = assign_buckets(self.lengths, choose_edges(self.lengths, self.buckets))
-        ids = np.random.default_rng(1).integers(0, 2**63, (count, 2)).astype(np.uint64)
-        plan = StepPlan(
-            ids=ids, lengths=self.lengths, buckets=buckets, block_tokens=np.zeros(count, np.int64), seed=0, epoch=0,
-            batch_samples=self.batch_samples, context_budget=self.budget, block_budget=1,
-        )  # fmt: skip
         steps = []
-        for step in plan:
+        for step, rows in _plan(self.lengths.tobytes(), self.buckets, self.batch_samples, self.budget):
             shares = assign(step, self.drafters)
             owner = sorted((place, drafter) for drafter, share in enumerate(shares) for place in share)
             steps.append(
                 PlannedStep(
-                    epoch=0, index=step.index, rows=plan.samples(step.index), microbatches=step.microbatches,
+                    epoch=0, index=step.index, rows=rows, microbatches=step.microbatches,
                     drafters=tuple(drafter for _, drafter in owner), fingerprint="",
                 )
             )  # fmt: skip
         return steps
+
+    def fastest(self) -> float:
+        """Seconds that the slower side needs if the other is infinitely fast: step ends are in it, waits aren't."""
+        drafting, free_at = 0.0, [(0.0, number) for number in range(self.targets)]
+        for step in self.planned():
+            busy = [0.0] * self.drafters
+            for drafter, batch in zip(step.drafters, step.microbatches, strict=True):
+                busy[drafter] += batch.padded_tokens * self.drafter_cost
+                at, number = heapq.heappop(free_at)
+                heapq.heappush(free_at, (at + batch.padded_tokens * self.target_cost[number], number))
+            drafting += max(busy)
+        return max(drafting, max(free_at)[0])
+
+
+@lru_cache(maxsize=4)
+def _plan(lengths: bytes, buckets: int, batch_samples: int, budget: int) -> list[tuple[Step, NDArray[np.int64]]]:
+    """Each step and its samples; lengths: of int64."""
+    each = np.frombuffer(lengths, np.int64)
+    bucket_of = assign_buckets(each, choose_edges(each, buckets))
+    ids = np.random.default_rng(1).integers(0, 2**63, (len(each), 2)).astype(np.uint64)
+    plan = StepPlan(
+        ids=ids, lengths=each, buckets=bucket_of, block_tokens=np.zeros(len(each), np.int64), seed=0, epoch=0,
+        batch_samples=batch_samples, context_budget=budget, block_budget=1,
+    )  # fmt: skip
+    return [(step, plan.samples(step.index)) for step in plan]
+
+
+def heavy_tailed(samples: int) -> NDArray[np.int64]:
+    """Lengths as those of chats: most of them short, some very long."""
+    return np.clip(np.random.default_rng(0).lognormal(2.0, 0.9, samples), 1, 120).astype(np.int64)
+
+
+def balanced(samples: int, targets: int, drafters: int, *, buckets: int = 6, speed: float = 1.0) -> World:
+    """Targets are `speed` times as fast as drafters, all together; at 1 nobody has slack. Places: the default."""
+    return World(
+        lengths=heavy_tailed(samples), buckets=buckets, targets=targets, drafters=drafters, batch_samples=128,
+        budget=128, places=default_places(targets, drafters), target_cost=[targets / drafters / speed] * targets,
+        drafter_cost=1.0,
+    )  # fmt: skip
 
 
 class LiveRun:
@@ -227,8 +268,9 @@ class LiveRun:
             feed = LiveFeed(
                 targets={f"target {n}": StubTarget(self._forward(n)) for n in range(world.targets)},
                 samples=StubSamples(world.lengths),  # type: ignore[arg-type]
-                layers=(LAYER,), store_dtype="float32", row_bytes=8, limit_bytes=world.limit, places=world.places,
-                steps_ahead=world.steps_ahead, pin=False, on_quarantine=lambda rows: None,
+                layers=(LAYER,), drafters=(torch.device("cpu"),) * world.drafters, row_bytes=8,
+                limit_bytes=world.limit, places=world.places, steps_ahead=world.steps_ahead,
+                on_quarantine=lambda rows: None,
             )  # fmt: skip
             self.source: LiveSource = feed(self._fallible(steps), (LAYER,))
             self.source.window.acquired = self._note  # type: ignore[attr-defined]
@@ -301,4 +343,4 @@ class LiveRun:
         return self._planned
 
 
-__all__ = ["DeadlockError", "LiveRun", "LoaderClosed", "World"]
+__all__ = ["DeadlockError", "LiveRun", "LoaderClosed", "World", "balanced", "heavy_tailed"]

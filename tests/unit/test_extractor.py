@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from dflash_tool.buckets import assign_buckets, choose_edges, epoch_order, extraction_batches
-from dflash_tool.extractor import BatchPrefetcher, StateQueue, TargetForwardLoop, TargetQueue, iter_queue
+from dflash_tool.extractor import BatchPrefetcher, StateQueue, TargetForwardLoop, TargetQueue, capture_rows, iter_queue
 from dflash_tool.target import Captured
 from dflash_tool.window import InflightWindow
 
@@ -112,7 +113,7 @@ def test_in_flight_never_passes_the_window(slow: str, limit_batches: int, places
         batches=batches, held=np.zeros(len(lengths), np.bool_), lengths=lengths,
         tokens=lambda row: _tokens(row, lengths), row_bytes=ROW_BYTES, window=window, out=targets,
     )  # fmt: skip
-    loop = TargetForwardLoop(target=target, source=targets, out=states)
+    loop = TargetForwardLoop(capture=partial(capture_rows, target), source=targets, out=states)
     threads = _start(prefetcher.run, lambda: (loop.run(), states.close()))
     seen: list[int] = []
     for item in iter_queue(states):
@@ -140,7 +141,7 @@ def test_items_hold_the_rows_of_their_samples() -> None:
         row_bytes=ROW_BYTES, window=window, out=targets,
     )  # fmt: skip
     prefetcher.run()
-    TargetForwardLoop(target=StubTarget(spoiled=7000), source=targets, out=states).run()
+    TargetForwardLoop(capture=partial(capture_rows, StubTarget(spoiled=7000)), source=targets, out=states).run()
     states.close()
     items = list(iter_queue(states))
     assert sorted(item.index for item in items) == [batch.index for batch in sorted(batches, key=lambda b: b.index)]

@@ -7,28 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dflash_tool.errors import TargetError
 from dflash_tool.loader import PlannedStep
 from dflash_tool.pipeline.flow import Flow, TargetFlow, bottleneck, join, look
-from dflash_tool.pipeline.live_source import LiveFeed, LiveSource, lay_out
-from dflash_tool.target import Captured
+from dflash_tool.pipeline.live_source import LiveFeed, LiveSource
+from dflash_tool.target import PaddedStates, Way
 
 from .live_sim import LAYER, StubSamples, StubTarget, World
-
-
-@pytest.mark.parametrize("dtype", [np.uint16, np.float16, np.float32])
-def test_layers_are_laid_out_side_by_side_with_zeros_behind_the_ends(dtype: type) -> None:
-    rng = np.random.default_rng(0)
-    lengths = np.array([2, 3, 3, 7])
-    states = {layer: rng.integers(0, 99, (15, 4)).astype(dtype) for layer in (1, 5, "final")}
-    expected = np.zeros((3, 4, 7, 4), dtype)
-    for number, layer in enumerate((5, "final", 1)):
-        for place, part in enumerate(np.split(states[layer], np.cumsum(lengths)[:-1])):
-            expected[number, place, : len(part)] = part
-    got = lay_out(states, (5, "final", 1), lengths, pin=False)  # type: ignore[arg-type]
-    np.testing.assert_array_equal(got.numpy(), expected)
-    assert states == {}
 
 
 def _world(**changed: Any) -> World:
@@ -43,8 +30,9 @@ def _world(**changed: Any) -> World:
 def _feed(world: World, target: Any, **changed: Any) -> LiveFeed:
     given = {
         "targets": {f"target {number}": target for number in range(world.targets)},
-        "samples": StubSamples(world.lengths), "layers": (LAYER,), "store_dtype": "float32", "row_bytes": 8,
-        "limit_bytes": 1 << 20, "places": world.places, "steps_ahead": world.steps_ahead, "pin": False,
+        "samples": StubSamples(world.lengths), "layers": (LAYER,),
+        "drafters": (torch.device("cpu"),) * world.drafters, "row_bytes": 8,
+        "limit_bytes": 1 << 20, "places": world.places, "steps_ahead": world.steps_ahead,
         "on_quarantine": lambda _: None,
     }  # fmt: skip
     return LiveFeed(**{**given, **changed})
@@ -115,9 +103,9 @@ def test_no_more_steps_are_dispatched_than_allowed() -> None:
 
 def test_a_batch_whose_samples_are_all_quarantined_is_empty() -> None:
     class Spoiled(StubTarget):
-        def capture(self, input_ids: Any, lengths: Any, keep: Any = None) -> Captured:
-            got = super().capture(input_ids, lengths, keep)
-            return replace(got, finite=np.zeros(len(lengths), np.bool_))
+        def capture_padded(self, input_ids: Any, lengths: Any, layers: Any, to: Way) -> PaddedStates:
+            got = super().capture_padded(input_ids, lengths, layers, to)
+            return replace(got, states=to.select(got.states, [], 1), finite=np.zeros(len(lengths), np.bool_))
 
     told: list[int] = []
     world = _world()

@@ -40,9 +40,11 @@ def test_the_end_says_who_waited_for_whom() -> None:
         flow=FLOW,
         bottleneck="drafters idle 10 %",
         quarantined=("a:1", "b:2"),
+        devices="1 target on cuda:0, 1 drafter on cuda:1",
     )
     said = _printed(live_tables.live_text(result))
-    for words in ("900 tokens/s", "waited 4.0 s (40.0 %)", "at most 7.0 MB", "bucket 2: 3", "memory 3.0 s",
+    for words in ("900 tokens/s", "waited 4.0 s (40.0 %)", "on cuda:0, 1 drafter on cuda:1",
+                  "at most 7.0 MB", "bucket 2: 3", "memory 3.0 s",
                   "Drafters idle 10 %.", "2 samples with NaN or Inf states were left out: a:1, b:2"):  # fmt: skip
         assert words in said
     assert "--loader-threads" not in said
@@ -76,6 +78,6 @@ def test_every_setting_has_its_option() -> None:
     }
     for command in (extract, train):
         theirs = inspect.signature(command).parameters
-        same = theirs.keys() & options.keys() - {"out", "seed", "hs_queue_depth"}
+        same = theirs.keys() & options.keys() - {"out", "seed", "hs_queue_depth", "target_device", "drafter_device"}
         others = [name for name in same if theirs[name] != options[name]]
         assert not others or command is train  # where both have it, `extract` says it
