@@ -50,7 +50,8 @@ TEMPLATES = {
     ),
     "nature": (
         "What is {0}?", "Explain {0} in simple terms.", "Why is {0} important?",
-        "Write a poem of four lines about {0}.", "What are three facts about {0}?", "How would you explain {0} to a five-year-old child?",
+        "Write a poem of four lines about {0}.", "What are three facts about {0}?",
+        "How would you explain {0} to a five-year-old child?",
         "I am writing a report for school about {0}. It should be easy to understand, and it should begin with a "
         "sentence that makes people curious. Please write the first paragraph of it.",
     ),

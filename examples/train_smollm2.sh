@@ -15,7 +15,7 @@ WORK=${WORK:-smollm2}
 QUESTIONS=${QUESTIONS:-640}     # conversations to train on
 HELD_OUT=${HELD_OUT:-32}        # conversations to measure on, about other things
 ANSWER=${ANSWER:-96}            # longest answer, in tokens
-STEPS=${STEPS:-600}             # optimizer steps
+STEPS=${STEPS:-700}             # optimizer steps
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 say() { printf '\n== %s\n' "$*"; }
@@ -42,8 +42,8 @@ say "Training"
 # Small for the sake of time: 2 layers, 5 drafts a block, 16 blocks a conversation. At a low tau the first slots decide,
 # so the decay is steep (--gamma).
 "$PYTHON" -m dflash_tool train --store "$WORK/store" --out "$WORK/run" --draft-layers 2 --block-size 6 --anchors 16 \
-  --gamma 1.5 --lr 1.5e-3 --batch-samples 16 --epochs 100 --max-steps "$STEPS" --val-fraction 0.02 \
-  --val-every 100 --save-every 50
+  --gamma 1.5 --lr 1e-3 --batch-samples 8 --epochs 100 --max-steps "$STEPS" --val-fraction 0.02 \
+  --val-every 140 --save-every 70
 
 say "The folder to serve"
 if [ -e "$WORK/drafter" ]; then
