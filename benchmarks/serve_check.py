@@ -167,8 +167,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("smollm2"), help="folder of examples/train_smollm2.sh")
     parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/python"), help="Python that has vLLM")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
 
     job = open_job(options.work, smollm2(), options.prompts, options.max_new_tokens)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A drafter for a real LLM, from nothing to the folder that vLLM loads, on the CPU: SmolLM2-135M-Instruct.
 #
-#   make demo                        # or any other way to a virtual environment with this package
-#   examples/train_smollm2.sh        # about an hour and a half on one quiet core; stop it and start it again at will
+#   python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[bench]'
+#   examples/train_smollm2.sh        # about an hour on one busy core; stop it and start it again at will
 #
 # Each step is what you would do for your own target: questions, answers by the target itself, `dflash extract`,
 # `dflash train`, `dflash export`. What a step has done is kept in $WORK, and a second call goes on from there.
@@ -40,7 +40,7 @@ say "Hidden states"
 
 say "Training"
 # Small for the sake of time: 2 layers, 5 drafts a block, 16 blocks a conversation. At a low tau the first slots decide,
-# so the decay is steep (--gamma).
+# so the decay is steep (--gamma). Steps are small too, so that there are many of them.
 "$PYTHON" -m dflash_tool train --store "$WORK/store" --out "$WORK/run" --draft-layers 2 --block-size 6 --anchors 16 \
   --gamma 1.5 --lr 1e-3 --batch-samples 8 --epochs 100 --max-steps "$STEPS" --val-fraction 0.02 \
   --val-every 140 --save-every 70
@@ -51,5 +51,5 @@ if [ -e "$WORK/drafter" ]; then
 else
   "$PYTHON" -m dflash_tool export "$WORK/run" --out "$WORK/drafter"
 fi
-echo "Measure it:  dflash eval --drafter $WORK/drafter --store $WORK/store --target $TARGET --data $WORK/held-out.jsonl"
+echo "For example: dflash eval --drafter $WORK/drafter --store $WORK/store --target $TARGET --data $WORK/held-out.jsonl"
 echo "Serve it:    see docs/serving.md"
