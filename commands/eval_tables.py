@@ -32,7 +32,7 @@ def eval_text(result: EvalResult) -> RenderableType:
     if result.graded:
         parts += ["", *_graded(result.graded, str(result.config.store))]
     if result.measured:
-        parts += ["", *_measured(result.measured, result.config.max_new_tokens)]
+        parts += ["", *_measured(result.measured, result.config.max_new_tokens, settings.block_size - 1)]
     parts += [Text(f"Note: {note}", style="yellow") for note in result.notes]
     parts += [Text(f"Wrong: {failure}", style="bold red") for failure in result.failures]
     return Group(*parts)
@@ -86,7 +86,7 @@ def _slots(right: Int64s, reached: Int64s, counted: Int64s) -> Table:
     return table
 
 
-def _measured(measured: Measured, max_new_tokens: int) -> Iterator[RenderableType]:
+def _measured(measured: Measured, max_new_tokens: int, slots: int) -> Iterator[RenderableType]:
     greedy = measured.greedy
     cut = f", {count(measured.cut)} cut at {count(max_new_tokens)}" if measured.cut else ""
     yield Text.assemble(
@@ -101,6 +101,8 @@ def _measured(measured: Measured, max_new_tokens: int) -> Iterator[RenderableTyp
         ("tau", f"{greedy.yields.tau:.3f} in transformers' generation, {measured.ours.tau:.3f} in our own loop"),
         ("walk tau", f"{measured.walked.tau:.3f} over the same answers"),
     ]
+    if measured.accepted:
+        rows.append(("by slot", ", ".join(map(share, measured.accepted_by_slot(slots))) + " accepted by our own loop"))
     if measured.bigram is not None:
         rows.append(("yardstick", f"{measured.bigram.tau:.3f} with a bigram table on the same answers"))
     rows += [("tokens/s", _rates(greedy)), ("lossless", lossless), ("4-grams", _distinct(greedy))]

@@ -26,11 +26,16 @@ from dflash_tool.drafter.model import DFlashDraftModel
 
 @dataclass
 class Decoded:
-    """tokens: the new ones. forwards: of the target, prefill included. drafts: [x_1 .. x_{B-1}] of every block."""
+    """tokens: the new ones. forwards: of the target, prefill included.
+
+    drafts: [x_1 .. x_{B-1}] of every block; accepted: how many of them the target agreed with, also where the answer's
+    end cut some of those off.
+    """
 
     tokens: list[int] = field(default_factory=list)
     forwards: int = 0
     drafts: list[list[int]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
 
 @torch.inference_mode()
@@ -93,6 +98,7 @@ def decode(
         cache.crop(accepted + 1 - block)
         states = states[:, : accepted + 1]
         result.drafts.append(x.tolist())
+        result.accepted.append(accepted)
         result.tokens += _cut([*x[:accepted].tolist(), following], max_new_tokens - len(result.tokens), end)
     return result
 

@@ -9,8 +9,8 @@ do already (D-PACE); the divisor is the number of blocks. The caller divides by 
 
 The head is frozen, so the gradient of a row's hidden state is known as soon as its logits are: it is computed in the
 forward, chunk by chunk, and only `[rows, H]` is kept for the backward, where each row's is scaled by its weight.
-Memory: one chunk's logits in fp32 (fp64 for fp64 input), at most `chunk_bytes`, and in the head's dtype where that is
-another.
+Memory: one chunk's logits in fp32 (fp64 for fp64 input), at most `chunk_bytes` (on the CPU `_LEAST_ROWS` rows, if that
+is more), and in the head's dtype where that is another.
 
 Legend: N blocks, B slots, M rows (counted slots), H hidden, V vocabulary.
 """
@@ -29,6 +29,9 @@ from dflash_tool.drafter.head import TargetHead
 
 _CHUNK_BYTES = {"cpu": 4 << 20}  # on the CPU what stays in the cache is fastest
 _DEVICE_CHUNK_BYTES = 256 << 20
+_LEAST_ROWS = (
+    128  # fewer, and the head's own weights, which each chunk reads from memory twice, are what takes the time
+)
 _PACE_FLOOR = 0.5
 
 
@@ -91,12 +94,14 @@ def _slot_losses(
     at = torch.from_numpy(block * blocks.size + slot + 1).to(device)
     rows_MH = hidden_NBH.flatten(0, 1).index_select(0, at)
     wide = torch.promote_types(rows_MH.dtype, torch.float32)
-    chunk_bytes = chunk_bytes or _CHUNK_BYTES.get(device.type, _DEVICE_CHUNK_BYTES)
+    row_bytes = head.vocab_size * wide.itemsize
+    if chunk_bytes is None:
+        chunk_bytes = max(_CHUNK_BYTES.get(device.type, _DEVICE_CHUNK_BYTES), _LEAST_ROWS * row_bytes)
     losses_M, right_M = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
         rows_MH,
         torch.from_numpy(blocks.labels[block, slot]).to(device),
         head,
-        max(1, chunk_bytes // (head.vocab_size * wide.itemsize)),
+        max(1, chunk_bytes // row_bytes),
         rows_MH.requires_grad and torch.is_grad_enabled(),
     )
     correct = torch.zeros(hidden_NBH.shape[:2], dtype=torch.bool, device=device)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,15 @@ from dflash_tool.errors import TargetError
 
 @dataclass(frozen=True)
 class Answer:
-    """tokens: the new ones, int64 `[n]` on the CPU. forwards: of the target, prefill included. seconds: wall."""
+    """tokens: the new ones, int64 `[n]` on the CPU. forwards: of the target, prefill included. seconds: wall.
+
+    accepted: drafts of each block that the target agreed with, where the loop tells (`Generation.ours`).
+    """
 
     tokens: Tensor
     forwards: int
     seconds: float
+    accepted: tuple[int, ...] = ()
 
     @property
     def yields(self) -> Yield:
@@ -76,12 +80,14 @@ class Generation:
 
     def ours(self, prompt: Tensor) -> Answer:
         """Through `drafter.decode`, greedily."""
+        accepted: list[int] = []
 
         def run(ids: Tensor) -> Tensor:
             made = decode(self.target, self.drafter, ids, max_new_tokens=self._max_new_tokens, end=self.end)
+            accepted.extend(made.accepted)
             return torch.tensor(made.tokens)
 
-        return self._timed(prompt, run)
+        return replace(self._timed(prompt, run), accepted=tuple(accepted))
 
     def _generate(self, ids: Tensor, temperature: float, **speculation: Any) -> Tensor:
         from transformers import GenerationConfig  # noqa: PLC0415

@@ -80,18 +80,25 @@ class Measured:
     """Real generation over `prompts` prompts; `sampled` at `temperature` > 0, if that was asked for.
 
     ours: yield of our own decode; walked: of a walk over greedy DFlash's answers; bigram: of a table of next tokens on
-    the same answers. cut: answers that stopped at the limit of new tokens.
+    the same answers. accepted: by our own decode, drafts of each block, the last ones of an answer not cut: what
+    serving engines count. cut: answers that stopped at the limit of new tokens.
     """
 
     prompts: int
     greedy: Spoken = field(default_factory=Spoken)
     ours: Yield = NOTHING
+    accepted: list[int] = field(default_factory=list)
     walked: Yield = NOTHING
     bigram: Yield | None = None
     partings: list[Parting] = field(default_factory=list)
     cut: int = 0
     temperature: float = 0.0
     sampled: Spoken | None = None
+
+    def accepted_by_slot(self, slots: int) -> list[float]:
+        """Share of our own decode's blocks of which slot 1, 2, ..., `slots` was accepted."""
+        blocks = max(len(self.accepted), 1)
+        return [sum(each >= slot for each in self.accepted) / blocks for slot in range(1, slots + 1)]
 
     @property
     def failures(self) -> list[str]:
@@ -111,12 +118,14 @@ class Measured:
             )
         return found
 
-    def as_json(self) -> dict[str, Any]:
-        """One JSON document."""
+    def as_json(self, slots: int) -> dict[str, Any]:
+        """One JSON document. slots: that a block drafts."""
         return {
             "prompts": self.prompts,
             "greedy": self.greedy.as_json(),
             "our_decode_tau": self.ours.tau,
+            "blocks": len(self.accepted),
+            "accepted_by_slot": self.accepted_by_slot(slots),
             "walk_tau": self.walked.tau,
             "bigram_tau": self.bigram.tau if self.bigram else None,
             "equal_answers": self.prompts - len(self.partings),
@@ -157,7 +166,9 @@ def measure(
         ids = torch.from_numpy(prompt.tokens)
         plain, drafted = generation.plain(ids), generation.drafted(ids)
         result.greedy.add(drafted, plain)
-        result.ours += generation.ours(ids).yields
+        ours = generation.ours(ids)
+        result.ours += ours.yields
+        result.accepted += ours.accepted
         result.walked += walk_answer(target, drafter, head, ids, drafted.tokens)
         result.cut += int(drafted.tokens[-1]) not in generation.end
         if (parted := parting(target, ids, plain.tokens, drafted.tokens, prompt.source)) is not None:

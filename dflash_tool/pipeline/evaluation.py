@@ -87,7 +87,7 @@ class EvalResult:
         return {
             "drafter": str(self.config.drafter),
             "store": self.graded.as_json() if self.graded else None,
-            "generation": self.measured.as_json() if self.measured else None,
+            "generation": self.measured.as_json(self.settings.block_size - 1) if self.measured else None,
             "notes": list(self.notes),
             "failures": self.failures,
         }

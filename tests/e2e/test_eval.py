@@ -61,6 +61,10 @@ def test_generation_walk_and_our_decode_agree(words: list[object], run: Path, df
     assert greedy["tau"] > 1.1
     assert seen["walk_tau"] == pytest.approx(greedy["tau"], rel=0.03)
     assert seen["our_decode_tau"] == pytest.approx(greedy["tau"], rel=0.03)
+    by_slot = seen["accepted_by_slot"]
+    assert by_slot == sorted(by_slot, reverse=True)
+    assert 1 + sum(by_slot) >= seen["our_decode_tau"]  # the same but for what the answers' ends cut off
+    assert 1 + sum(by_slot) == pytest.approx(seen["our_decode_tau"], rel=0.15)
     assert seen["equal_answers"] + sum(each["near_tie"] for each in seen["partings"]) == seen["prompts"]
     assert min(greedy["tokens_per_second"], greedy["plain_tokens_per_second"], greedy["speedup"]) > 0
     assert seen["sampled"]["tau"] >= 1

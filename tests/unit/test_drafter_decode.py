@@ -55,6 +55,8 @@ def test_drafts_are_those_of_transformers(
         assert ours.drafts[: len(theirs)] == theirs
         assert len(ours.drafts) - len(theirs) <= 1  # with one token to go transformers no longer drafts
         assert ours.forwards == len(ours.drafts) + 1
+        uncut = sum(ours.accepted) + len(ours.accepted) + 1
+        assert 0 <= uncut - len(ours.tokens) <= ours.accepted[-1]  # what the end of the answer cut off
         accepted += len(ours.tokens) - ours.forwards
     assert accepted > 12
 
