@@ -7,6 +7,7 @@ from dflash_tool.commands.eval import eval_
 from dflash_tool.commands.export import export
 from dflash_tool.commands.extract import extract
 from dflash_tool.commands.live import live
+from dflash_tool.commands.report import report
 from dflash_tool.commands.stats import stats
 from dflash_tool.commands.train import train
 
@@ -23,6 +24,7 @@ app.command()(extract)
 app.command()(train)
 app.command()(live)
 app.command()(stats)
+app.command()(report)
 app.command("eval")(eval_)
 app.command()(export)
 
