@@ -25,6 +25,8 @@ def write_page(file: Path, text: str) -> None:
 
     if file.is_dir():
         raise ConfigError(f"--html: {file} is a folder; give the name of a file")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--html: there is no folder {file.parent}; make it, or choose another")
     with disk_errors(file, "write"):
         replace_file(file, text.encode())
 

@@ -162,7 +162,7 @@ def band_chart(series: Sequence[Series], *, label: str, x: str, y: str, ordered:
         floor = [(across.at(x_), up.at(value)) for x_, value in zip(xs, below, strict=True)]
         if len(xs) == 1:  # a single step is as wide as the chart
             outline, floor = ([(across.start, y_), (across.end, y_)] for ((_, y_),) in (outline, floor))
-        fill = ramp(number / max(len(series) - 1, 1)) if ordered else ""
+        fill = ramp(0.1 + 0.9 * number / max(len(series) - 1, 1)) if ordered else ""
         parts.append(area([*outline, *reversed(floor)], f"band c{number % COLOURS}", each.name, fill))
         middles.append((outline[-1][1] + floor[-1][1]) / 2 + 4)
         below = above
@@ -184,7 +184,7 @@ class Strip:
 def strip_chart(strips: Sequence[Strip], *, label: str, x: str) -> Markup:
     """A filled curve a row, from 0 to 1 each, all over the same x."""
     high, gap = 26.0, 8.0
-    left = max(text_width(shorten(each.name, 26)) for each in strips) + 12
+    left = max(text_width(shorten(each.name, _NAME_CHARACTERS)) for each in strips) + 12
     right = max(text_width(each.said) for each in strips) + 14
     across = axis_over(x, [at for each in strips for at, _ in each.points], left, WIDTH - right)
     parts = []
@@ -197,7 +197,9 @@ def strip_chart(strips: Sequence[Strip], *, label: str, x: str) -> Markup:
             first, last = (shown[0][0], shown[-1][0]) if len(shown) > 1 else (across.start, across.end)
             top = shown if len(shown) > 1 else [(first, shown[0][1]), (last, shown[0][1])]
             parts.append(area([(first, bottom), *top, (last, bottom)], "band c1", f"{each.name}: {each.said}"))
-        parts.append(words(left - 8, bottom - high / 2 + 4, shorten(each.name, 26), anchor="end", title=each.name))
+        parts.append(
+            words(left - 8, bottom - high / 2 + 4, shorten(each.name, _NAME_CHARACTERS), anchor="end", title=each.name)
+        )
         parts.append(words(across.end + 8, bottom - high / 2 + 4, each.said, kind="value"))
     bottom = 8 + (high + gap) * len(strips)
     return drawing(bottom + _BOTTOM - 6, label, *parts, *x_ticks(across, bottom))

@@ -149,7 +149,7 @@ table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabula
 thead th { color: var(--soft) }
 th, td { padding: 2px 12px 2px 0; text-align: right; font-weight: normal; border-bottom: 1px solid var(--faint);
   vertical-align: top }
-th:first-child { text-align: left } .words td { text-align: left; overflow-wrap: anywhere }
+th:first-child { text-align: left } .words td, .words th { text-align: left; overflow-wrap: anywhere }
 text { fill: var(--soft) } text.value { fill: var(--ink) } text.label { font-weight: 600 }
 .grid { stroke: var(--faint) } .axis { stroke: var(--soft) } .lead { stroke: var(--faint) }
 .edge { stroke: var(--c1); stroke-dasharray: 4 3; stroke-width: 1.3 } .ground { fill: var(--ground) }
@@ -168,7 +168,7 @@ STYLE += """@media print { :root { --paper: #fff; --ink: #000; --soft: #444; --f
   --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #b5518f; --c4: #b07d00; --c5: #3a9ad9; --c6: #222; --c7: #777 }
   body { font-size: 11px; print-color-adjust: exact; -webkit-print-color-adjust: exact }
   main, header { padding: 0 } .figures { grid-template-columns: 1fr 1fr; gap: 16px 24px }
-  figure, tr, dl { break-inside: avoid } svg { min-width: 0 } h2, h3, summary { break-after: avoid }
+  svg, tr, dl { break-inside: avoid } svg { min-width: 0 } h2, h3, figcaption, summary { break-after: avoid }
   table { font-size: 8.5px } th, td { padding-right: 8px } .scroll { overflow: visible }
   details::details-content { content-visibility: visible; display: block } summary { list-style: none } }
 """

@@ -125,11 +125,11 @@ def _slots(run: Run) -> Figure | None:
         return None
     step, rows = found
     names = ("accepted", "right") if all(accepted is not None for *_, accepted in rows) else ("right",)
-    bars = [(f"slot {slot}", (right,) if accepted is None else (accepted, right)) for slot, right, accepted in rows]
+    bars = [(f"slot {slot}", (right,) if taken is None else (taken, right)) for slot, right, taken in rows]
     return Figure(
         title="Tau by slot",
-        text=f"At step {count(step)}, over every anchor: how often a slot is right, and how often it is accepted, that is "
-        "with all slots before it right too.",
+        text=f"At step {count(step)}, over every anchor: how often a slot is right, and how often it is accepted, that "
+        "is with all slots before it right too.",
         picture=bar_chart(
             bars, names=names, label="Share of slots accepted and right", x="share of anchors", show=_percent
         ),

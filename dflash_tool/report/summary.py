@@ -58,7 +58,7 @@ def median(points: Points) -> float | None:
 def runs_json(runs: Sequence[Run]) -> dict[str, Any]:
     """One JSON document: a run's numbers, and the settings that differ."""
     return {
-        "runs": [_json(run) for run in runs],
+        "runs": [_finite(_json(run)) for run in runs],
         "differing": {name: list(values) for name, values in differing(runs)} if len(runs) > 1 else {},
     }
 
@@ -77,7 +77,7 @@ def _json(run: Run) -> dict[str, Any]:
         "last_loss": _last(run.series("loss")),
         "last_validation": dict(run.validation[-1]) if run.validation else None,
         "tokens_per_second": median(run.series("tokens_per_second")),
-        "memory_bytes": max((int(value) for _, value in run.series("memory_bytes")), default=None),
+        "memory_bytes": max((value for _, value in run.series("memory_bytes")), default=None),
         "seconds": {name: seconds for name, _, seconds in parts(run)},
         "waited": {each.name: {"seconds": each.waited, "share": each.share} for each in waits(run)},
         "config": run.config,
@@ -86,4 +86,13 @@ def _json(run: Run) -> dict[str, Any]:
 
 
 def _last(points: Points) -> float | None:
-    return points[-1][1] if points and math.isfinite(points[-1][1]) else None
+    return points[-1][1] if points else None
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

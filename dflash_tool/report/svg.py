@@ -71,14 +71,14 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten in low..high, with their 2- and 5-fold where there are few of them."""
+    """Powers of ten in low..high; the fewer there are, the more of their multiples too."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    tens = [10.0**decade for decade in decades if low <= 10.0**decade <= high]
-    if len(tens) >= 4:
-        return tens
-    some = [factor * 10.0**decade for decade in decades for factor in (1, 2, 5)]
-    inside = [value for value in some if low <= value <= high]
-    return inside if len(inside) > 1 else round_ticks(low, high)
+    for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+        inside = [factor * 10.0**decade for decade in decades for factor in factors]
+        inside = [value for value in inside if low <= value <= high]
+        if len(inside) >= 4:
+            return inside
+    return round_ticks(low, high)
 
 
 def text_width(text: str) -> float:

@@ -61,18 +61,19 @@ def fills(run: Run) -> list[Wait]:
 
 def parts(run: Run) -> list[tuple[str, Points, float]]:
     """(part of a step, (step, share of the time since the row before), seconds in all), those that took any time."""
+    rows = [(float(row["step"]), _by_part(row), _sum(row, "seconds")) for row in run.train]
     found = []
     for part in (*PARTS, BETWEEN):
-        seconds = [(row["step"], _part(row, part), _sum(row, "seconds")) for row in run.train]
-        shares = [(float(step), took / whole if whole else 0.0) for step, took, whole in seconds]
-        found.append((part, shares, math.fsum(took for _, took, _ in seconds)))
+        shares = [(step, taken[part] / whole if whole else 0.0) for step, taken, whole in rows]
+        found.append((part, shares, math.fsum(taken[part] for _, taken, _ in rows)))
     return [each for each in found if each[2] > 0]
 
 
-def _part(row: Row, part: str) -> float:
-    """Seconds of one part; between steps (validating, saving) is what the others leave."""
+def _by_part(row: Row) -> dict[str, float]:
+    """Seconds by part; between steps (validating, saving) is what the others leave."""
     taken = {name: _sum(row, f"{name}_seconds") for name in PARTS}
-    return taken[part] if part in taken else max(0.0, _sum(row, "seconds") - math.fsum(taken.values()))
+    taken[BETWEEN] = max(0.0, _sum(row, "seconds") - math.fsum(taken.values()))
+    return taken
 
 
 def _names(rows: Sequence[Row], field: str) -> list[str]:
