@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dflash_tool.errors import ConfigError, StoreError
+from dflash_tool.errors import DflashError, StoreError
 from dflash_tool.store.layout import MANIFEST
 from dflash_tool.store.lock import LOCK, run_at_work
 from dflash_tool.store.manifest import read_manifest
@@ -101,9 +101,9 @@ def points(rows: Iterable[Row], value: Callable[[Row], Any]) -> Points:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder. Raises ConfigError for what is none."""
+    """Read a run's folder. Raises DflashError for what is none."""
     if not (folder / TRAIN).is_file() and not (folder / LIVE).is_file():
-        raise ConfigError(_refusal(folder))
+        raise DflashError(_refusal(folder))
     notes: list[str] = []
     config = {**_settings(folder / LIVE, notes), **_settings(folder / TRAIN, notes)}
     train, validation = _rows(folder / METRICS, notes)

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 ALLOWED = {
-    "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "section", "h1", "h2", "h3", "p", "dl",
-    "dt", "dd", "div", "figure", "figcaption", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "svg",
-    "text", "line", "polyline", "polygon", "rect", "circle",
+    "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "section", "h1", "h2", "h3", "p",
+    "dl", "dt", "dd", "div", "figure", "figcaption", "details", "summary", "table", "thead", "tbody", "tr", "th", "td",
+    "svg", "text", "line", "polyline", "polygon", "rect", "circle",
 }  # fmt: skip
 
 
