@@ -4,7 +4,7 @@
 
 `samples.arrow`, the indexes, the manifest and the shards' documents are what `extract` would have written; the rows
 themselves are files of the right size without a block on the disk. The command runs three times in a process of its
-own; the best wall time counts.
+own; the best times count, and the worst memory. Goals, without --html: below 3 s and 500 MB.
 """
 
 import argparse
@@ -13,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from store_kit import make_manifest
 
-from benchmarks.store_kit import make_manifest
 from dflash_tool.buckets import choose_edges
 from dflash_tool.schemas.arrow import SAMPLE_ID_BYTES
 from dflash_tool.store.index import encode_index, shard_attributes
@@ -51,24 +53,31 @@ def main() -> None:
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="dflash-stats-") as folder:
         root = chosen.keep or Path(folder) / "store"
-        if not root.exists():
-            make(root, chosen.samples, chosen.shards)
-        print(f"{'command':<28}{'wall':>9}{'peak memory':>14}")
-        for words in (["stats"], ["stats", "--json"]):
-            seconds, nbytes = zip(*(timed(root, words) for _ in range(3)), strict=True)
-            met = "" if min(seconds) < GOAL_SECONDS and max(nbytes) < GOAL_BYTES else "   goal: 3 s, 500 MB"
-            print(f"{' '.join(['dflash', *words]):<28}{min(seconds):>7.2f} s{max(nbytes) / 1e6:>11.0f} MB{met}")
+        if not root.exists():  # in another process: a child's peak counts from that of its parent
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                pool.submit(make, root, chosen.samples, chosen.shards).result()
+        print(f"{'command':<26}{'wall':>9}{'CPU':>9}{'peak memory':>14}")
+        page = ["stats", "--html", f"{folder}/page.html"]
+        for words in (["stats"], ["stats", "--json"], page):
+            runs = [timed(root, words) for _ in range(3)]
+            wall, cpu = (min(run[number] for run in runs) for number in (0, 1))
+            memory = max(run[2] for run in runs)
+            missed = words != page and (wall >= GOAL_SECONDS or memory >= GOAL_BYTES)
+            print(
+                f"{' '.join(['dflash', *words[:2]]):<26}{wall:>7.2f} s{cpu:>7.2f} s{memory / 1e6:>11.0f} MB"
+                + "   missed: 3 s, 500 MB" * missed
+            )
 
 
-def timed(root: Path, words: list[str]) -> tuple[float, int]:
-    """Wall seconds and peak resident bytes of one run of the command."""
+def timed(root: Path, words: list[str]) -> tuple[float, float, int]:
+    """Wall seconds, CPU seconds and peak resident bytes of one run of the command."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "dflash_tool", words[0], str(root), *words[1:]]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(run.pid, 0)
     if status:
         sys.exit(f"{' '.join(command)} failed")
-    return time.perf_counter() - began, usage.ru_maxrss * 1024
+    return time.perf_counter() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def make(root: Path, count: int, shards: int) -> None:

@@ -37,12 +37,23 @@ def train_panel(now: TrainSnapshot) -> RenderableType:
     """The panel of one snapshot."""
     if now.total_steps == 0:
         return Panel(Text(now.stage), title="dflash train", title_align="left", border_style="cyan")
+    title = f"dflash train · {now.stage}"
+    return Panel(Group(train_bar(now), facts(train_rows(now))), title=title, title_align="left", border_style="cyan")
+
+
+def train_bar(now: TrainSnapshot) -> RenderableType:
+    """How far it is."""
     head = Table.grid(expand=True, padding=(0, 1))
     head.add_column(ratio=1)
     head.add_column(justify="right", no_wrap=True)
     to_go = f"{duration(now.eta_seconds)} to go" if now.eta_seconds is not None else "…"
     steps = f"{count(now.step)}/{count(now.total_steps)}"
-    head.add_row(ProgressBar(total=now.total_steps, completed=now.step), f"{steps} · {to_go}")
+    head.add_row(ProgressBar(total=max(now.total_steps, 1), completed=now.step), f"{steps} · {to_go}")
+    return head
+
+
+def train_rows(now: TrainSnapshot) -> list[tuple[str, str]]:
+    """What a panel says of the drafters' side."""
     spent = sum(now.spent.values()) or 1.0
     rows = [
         ("loss", spark([value for _, value in now.losses]) + (f" {now.loss:.3f}" if now.loss is not None else "")),
@@ -60,8 +71,7 @@ def train_panel(now: TrainSnapshot) -> RenderableType:
     ]
     if now.trouble:
         rows.append(("trouble", now.trouble))
-    title = f"dflash train · {now.stage}"
-    return Panel(Group(head, facts(rows)), title=title, title_align="left", border_style="cyan")
+    return rows
 
 
 def train_text(result: TrainResult) -> RenderableType:

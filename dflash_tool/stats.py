@@ -20,6 +20,7 @@ from dflash_tool.store.recover import read_index
 from dflash_tool.store.samples import Samples
 
 HISTOGRAM_BINS = 24
+PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,9 @@ def store_stats(root: Path) -> StoreStats:
         + bytes_of([samples.path]),
         buckets=_by_bucket(manifest, samples, held, shard_buckets),
         histogram=_histogram(lengths),
-        percentiles={p: int(np.percentile(lengths, p)) for p in (0, 10, 50, 90, 99, 100)} if len(lengths) else {},
+        percentiles=dict(zip(PERCENTILES, map(int, np.percentile(lengths, PERCENTILES)), strict=True))
+        if len(lengths)
+        else {},
     )
 
 

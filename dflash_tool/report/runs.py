@@ -45,8 +45,8 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that any row tells of."""
-        return max((int(row["step"]) for row in (*self.train, *self.validation)), default=0)
+        """The last step that any row, or the newest checkpoint, tells of."""
+        return max((self.saved or 0, *(int(row["step"]) for row in (*self.train, *self.validation))))
 
     @property
     def state(self) -> str:

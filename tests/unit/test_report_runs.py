@@ -45,6 +45,9 @@ def test_states(tmp_path: Path) -> None:
     killed = make_run(tmp_path / "killed", ROWS)
     state = killed / "checkpoints" / "last" / "state.json"
     state.parent.mkdir(parents=True)
+    for step, at in ((7, 10), (12, 12)):  # rows are rarer than steps
+        state.write_text(f'{{"step": {step}, "total_steps": 100}}')
+        assert read_run(killed).state == f"stopped at step {at} of 100; its newest checkpoint is of step {step}"
     state.write_text('{"step": 7, "total_steps": 100}')
     assert read_run(killed).state == "stopped at step 10 of 100; its newest checkpoint is of step 7"
     with RunLock(killed):
