@@ -15,7 +15,7 @@ def report(
         list[Path],
         typer.Argument(
             help="A run of `dflash train` or `dflash live`, finished or not. Several are compared.",
-            metavar="RUN...",
+            metavar="RUN",
             show_default=False,
         ),
     ],

@@ -27,7 +27,7 @@ def stats(
         list[Path],
         typer.Argument(
             help="A store that `dflash extract` made or is making. Several are compared.",
-            metavar="STORE...",
+            metavar="STORE",
             show_default=False,
         ),
     ],

@@ -7,6 +7,7 @@ shard stand without a gap in the order of its index: `row_start` is the running 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def read_shard_index(root: Path, name: ShardName, layers: Sequence[LayerId]) -> 
     except (OSError, pa.ArrowException) as error:
         first_line = str(error).partition("\n")[0]
         raise _damaged(path, first_line) from error
-    expected = index_schema(layers)
+    expected = _expected(tuple(layers))
     if (table.schema.metadata or {}).get(b"layers") != expected.metadata[b"layers"]:
         held = (table.schema.metadata or {}).get(b"layers", b"none").decode(errors="replace")
         wanted = expected.metadata[b"layers"].decode()
@@ -161,6 +162,11 @@ def read_shard_index(root: Path, name: ShardName, layers: Sequence[LayerId]) -> 
     if index.length.min() < 1 or not np.array_equal(index.row_start, ends - index.length):
         raise _damaged(path, "row_start isn't the running sum of length")
     return index
+
+
+@cache  # one schema for the shards of a store
+def _expected(layers: tuple[LayerId, ...]) -> pa.Schema:
+    return index_schema(layers)
 
 
 def _quarantined(attributes: dict[str, Any]) -> tuple[bytes, ...]:

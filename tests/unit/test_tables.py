@@ -91,7 +91,8 @@ def test_a_huge_store(tmp_path: Path, width: int) -> None:
     )  # fmt: skip
     seen = dataclasses.replace(
         store_stats(make_store(tmp_path, [3, 4]).root), samples=123_456_789, tokens=1_234_567_890_123,
-        shard_sizes=[10**10] * 123_456, buckets=[bucket], histogram=[(100_001, 131_072, 123_456_789)], percentiles={50: 1_234, 100: 131_072},
+        shard_sizes=[10**10] * 123_456, buckets=[bucket],
+        histogram=[(100_001, 131_072, 123_456_789)], percentiles={50: 1_234, 100: 131_072},
     )  # fmt: skip
     lines = drawn(stats_text(seen), width)
     assert "…" not in "".join(lines)
