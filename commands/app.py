@@ -8,6 +8,7 @@ from dflash_tool.commands.export import export
 from dflash_tool.commands.extract import extract
 from dflash_tool.commands.live import live
 from dflash_tool.commands.page import EXIT_CODES, Cover, Page
+from dflash_tool.commands.report import report
 from dflash_tool.commands.stats import stats
 from dflash_tool.commands.train import train
 
@@ -20,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (extract, train, live, stats, eval_, export):
+for command in (extract, train, live, stats, report, eval_, export):
     app.command(command.__name__.rstrip("_"), cls=Page, epilog=EXIT_CODES)(command)
 
 

@@ -1,40 +1,21 @@
-"""How numbers look to people: counts with separators, bytes in decimal units, times, shares, bars, tables."""
+"""How numbers look in a terminal: bars, sparks, tables; counts, sizes, times and shares as everywhere."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.control import strip_control_codes
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from dflash_tool.wording import count, duration, share, size
+
+__all__ = ["Columns", "bar", "count", "duration", "facts", "share", "size", "spark", "waits_text"]
+
 _GAP = 2
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-
-
-def count(value: int) -> str:
-    """1234567 -> 1,234,567."""
-    return f"{value:,}"
-
-
-def size(nbytes: int) -> str:
-    """1234567 -> 1.2 MB (decimal units, as disks are sold and `ls -lh --si` prints)."""
-    return decimal(nbytes)
-
-
-def share(value: float, digits: int = 1) -> str:
-    """0.0123 -> 1.2 %."""
-    return f"{100 * value:.{digits}f} %"
-
-
-def duration(seconds: float) -> str:
-    """4.2 -> 4.2 s, 75 -> 1:15, 3675 -> 1:01:15."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+_SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def bar(value: float, width: int) -> str:
@@ -42,6 +23,16 @@ def bar(value: float, width: int) -> str:
     eighths = round(max(0.0, min(1.0, value)) * width * 8)
     full, part = divmod(eighths, 8)
     return "█" * full + (_EIGHTHS[part] if part else "")
+
+
+def spark(values: Sequence[float], cells: int = 40) -> str:
+    """The newest values as a line of little bars, from their lowest to their highest."""
+    shown = [value for value in values if math.isfinite(value)][-cells:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    top = len(_SPARKS) - 1
+    return "".join(_SPARKS[round((value - low) / (high - low) * top) if high > low else 0] for value in shown)
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> Table:

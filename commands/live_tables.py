@@ -12,7 +12,7 @@ from dflash_tool.commands.panel import extract_panel
 from dflash_tool.commands.panel import plain_line as extract_line
 from dflash_tool.commands.redraw import show_live
 from dflash_tool.commands.train_tables import plain_line as train_line
-from dflash_tool.commands.train_tables import train_panel, train_text
+from dflash_tool.commands.train_tables import train_bar, train_rows, train_text
 from dflash_tool.pipeline import Flow, LivePlan, LiveResult, LiveTelemetry
 
 
@@ -41,8 +41,8 @@ def live_panel(telemetry: LiveTelemetry) -> RenderableType:
         return extract_panel(telemetry.extract.snapshot())
     now = telemetry.train.snapshot()
     return Panel(
-        Group(train_panel(now), facts([("devices", telemetry.devices), *_flow_rows(flow, now.seconds)])),
-        title="dflash live",
+        Group(train_bar(now), facts([*train_rows(now), ("devices", telemetry.devices), *_flow_rows(flow, now.seconds)])),
+        title=f"dflash live · {now.stage}",
         title_align="left",
         border_style="cyan",
     )

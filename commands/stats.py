@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from dflash_tool.commands.format import Columns, bar, count, facts, share, size
+from dflash_tool.commands.report_tables import comparison_text, write_page
 from dflash_tool.errors import StoreError
 from dflash_tool.wording import counted
 
@@ -22,38 +23,95 @@ _BAR_CELLS = 32
 
 
 def stats(
-    store: Annotated[Path, typer.Argument(help="A store that `dflash extract` made or is making.", show_default=False)],
+    stores: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A store that `dflash extract` made or is making. Several are compared.",
+            metavar="STORE",
+            show_default=False,
+        ),
+    ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Hash every byte again; exit 1 and name what is damaged.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a page with pictures, which needs nothing else.", metavar="FILE"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Show what is in a store: samples, tokens, bytes, layers, a table by bucket, the lengths.
 
     Example: dflash stats ./store --verify
+
+    Example: dflash stats ./store --html store.html
+
+    Example: dflash stats ./store ./other-store
     """
+    from dflash_tool.report.compare import compare
+
+    found = [_look(store, verify) for store in stores]
+    known = [each.seen for each in found if each.seen is not None]
+    comparison = compare(known) if len(known) == len(stores) > 1 else None
+    if html is not None and known:
+        from dflash_tool.report.store_page import look, store_page
+
+        looks = [look(each.seen, each.damage) for each in found if each.seen is not None]
+        write_page(html, store_page(looks, comparison))
+    if as_json:
+        documents = [_document(each) for each in found]
+        whole = (
+            documents[0] if len(stores) == 1 else {"stores": documents, **(comparison.as_json() if comparison else {})}
+        )
+        print(json.dumps(whole, indent=2))  # noqa: T201 - the one document on stdout
+    elif html is not None and known:
+        Console().print(f"Wrote {html}", soft_wrap=True, markup=False, highlight=False)
+        _print_damage(found)
+    elif comparison is not None:
+        Console().print(comparison_text(comparison))
+        _print_damage(found)
+    else:
+        for each in found:
+            if each.seen is not None:
+                Console().print(stats_text(each.seen))
+        _print_damage(found)
+    if any(each.damage for each in found):
+        raise typer.Exit(1)
+
+
+class _Found(NamedTuple):
+    """What was found in a store: its numbers, unless it is too damaged; what is damaged, if that was asked."""
+
+    store: Path
+    seen: "StoreStats | None"
+    damage: "list[Damage] | None"
+
+
+def _look(store: Path, verify: bool) -> _Found:
     from dflash_tool.stats import store_stats
 
-    console = Console()
     damage = list(_verify(store, Console(stderr=True))) if verify else None
     try:
-        seen = store_stats(store)
+        return _Found(store, store_stats(store), damage)
     except StoreError:
         if not damage:  # too damaged to count: the list of damage says more than the first thing that fails
             raise
-        seen = None
-    if as_json:
-        document: dict[str, Any] = seen.as_json() if seen else {"store": str(store)}
-        if damage is not None:
-            document["damage"] = [_damage_json(found) for found in damage]
-        print(json.dumps(document, indent=2))  # noqa: T201 - the one document on stdout
-    else:
-        if seen:
-            console.print(stats_text(seen))
-        if damage is not None:
-            console.print(_damage_text(damage, seen.at_work if seen else None))
-    if damage:
-        raise typer.Exit(1)
+        return _Found(store, None, damage)
+
+
+def _document(found: _Found) -> dict[str, Any]:
+    document: dict[str, Any] = found.seen.as_json() if found.seen else {"store": str(found.store)}
+    if found.damage is not None:
+        document["damage"] = [_damage_json(each) for each in found.damage]
+    return document
+
+
+def _print_damage(found: list[_Found]) -> None:
+    for each in found:
+        if each.damage is not None:
+            if len(found) > 1:
+                Console().print(Text(str(each.store), style="bold"))
+            Console().print(_damage_text(each.damage, each.seen.at_work if each.seen else None))
 
 
 def _verify(store: Path, messages: Console) -> "Iterator[Damage]":

@@ -9,13 +9,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dflash_tool.commands.format import count, duration, facts, share, size
+from dflash_tool.commands.format import count, duration, facts, share, size, spark
 from dflash_tool.commands.redraw import show_live
 from dflash_tool.pipeline import TrainResult
 from dflash_tool.telemetry import TrainSnapshot, TrainTelemetry
-
-_SPARKS = "▁▂▃▄▅▆▇█"
-_SPARK_CELLS = 40
 
 
 def show_training(telemetry: TrainTelemetry, console: Console) -> AbstractContextManager[None]:
@@ -40,16 +37,27 @@ def train_panel(now: TrainSnapshot) -> RenderableType:
     """The panel of one snapshot."""
     if now.total_steps == 0:
         return Panel(Text(now.stage), title="dflash train", title_align="left", border_style="cyan")
+    title = f"dflash train · {now.stage}"
+    return Panel(Group(train_bar(now), facts(train_rows(now))), title=title, title_align="left", border_style="cyan")
+
+
+def train_bar(now: TrainSnapshot) -> RenderableType:
+    """How far it is."""
     head = Table.grid(expand=True, padding=(0, 1))
     head.add_column(ratio=1)
     head.add_column(justify="right", no_wrap=True)
     to_go = f"{duration(now.eta_seconds)} to go" if now.eta_seconds is not None else "…"
     steps = f"{count(now.step)}/{count(now.total_steps)}"
-    head.add_row(ProgressBar(total=now.total_steps, completed=now.step), f"{steps} · {to_go}")
+    head.add_row(ProgressBar(total=max(now.total_steps, 1), completed=now.step), f"{steps} · {to_go}")
+    return head
+
+
+def train_rows(now: TrainSnapshot) -> list[tuple[str, str]]:
+    """What a panel says of the drafters' side."""
     spent = sum(now.spent.values()) or 1.0
     rows = [
-        ("loss", _spark([value for _, value in now.losses]) + (f" {now.loss:.3f}" if now.loss is not None else "")),
-        ("walk tau", _spark([value for _, value in now.taus]) + (f" {now.taus[-1][1]:.2f}" if now.taus else "")),
+        ("loss", spark([value for _, value in now.losses]) + (f" {now.loss:.3f}" if now.loss is not None else "")),
+        ("walk tau", spark([value for _, value in now.taus]) + (f" {now.taus[-1][1]:.2f}" if now.taus else "")),
         ("step mix", ", ".join(f"b{bucket} {samples}" for bucket, samples in sorted(now.buckets.items())) or "…"),
         ("rate", f"{count(now.tokens)} context tokens/s, {count(now.blocks)} blocks/s, lr {now.lr:.2e}"),
         (
@@ -63,18 +71,7 @@ def train_panel(now: TrainSnapshot) -> RenderableType:
     ]
     if now.trouble:
         rows.append(("trouble", now.trouble))
-    title = f"dflash train · {now.stage}"
-    return Panel(Group(head, facts(rows)), title=title, title_align="left", border_style="cyan")
-
-
-def _spark(values: Sequence[float]) -> str:
-    """The newest values as a line of little bars, from their lowest to their highest."""
-    shown = list(values)[-_SPARK_CELLS:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    top = len(_SPARKS) - 1
-    return "".join(_SPARKS[round((value - low) / (high - low) * top) if high > low else 0] for value in shown)
+    return rows
 
 
 def train_text(result: TrainResult) -> RenderableType:

@@ -1,5 +1,7 @@
 """What is in a store, in numbers: read from the manifest, samples.arrow and the indexes; no row is read."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_tool.errors import StoreError
+from dflash_tool.schemas.config import LayerId
 from dflash_tool.schemas.manifest import Manifest
 from dflash_tool.store.files import bytes_of
 from dflash_tool.store.layout import HEAD, MANIFEST, index_path, shard_path
@@ -17,6 +20,7 @@ from dflash_tool.store.recover import read_index
 from dflash_tool.store.samples import Samples
 
 HISTOGRAM_BINS = 24
+PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class StoreStats:
     """A store at a glance. Bytes under `shards/` are `shard_bytes`; `overhead_bytes` of them are no real rows.
 
     at_work: the run that is writing to it, in words. histogram: (first length, last length, committed samples) of
-    logarithmic bins.
+    logarithmic bins. shard_sizes: bytes of each shard. layer_bytes: of all shards, by layer.
     """
 
     store: Path
@@ -51,13 +55,23 @@ class StoreStats:
     samples: int
     tokens: int
     supervised_tokens: int
-    shards: int
-    shard_bytes: int
+    shard_sizes: list[int]
+    layer_bytes: dict[LayerId, int]
     overhead_bytes: int
     other_bytes: int
     buckets: list[BucketStats]
     histogram: list[tuple[int, int, int]]
     percentiles: dict[int, int]
+
+    @property
+    def shards(self) -> int:
+        """How many are committed."""
+        return len(self.shard_sizes)
+
+    @property
+    def shard_bytes(self) -> int:
+        """All bytes under `shards/`."""
+        return sum(self.shard_sizes)
 
     def as_json(self) -> dict[str, Any]:
         """One JSON document."""
@@ -107,7 +121,8 @@ def store_stats(root: Path) -> StoreStats:
     held = index.find(samples.sample_ids) >= 0
     lengths = samples.lengths[held].astype(np.int64)
     tokens = int(lengths.sum())
-    shard_bytes = sum(_tree_bytes(shard_path(root, name)) for name in index.shards)
+    sizes = [_shard_bytes(shard_path(root, name), manifest.layers) for name in index.shards]
+    layers = dict(zip((None, *manifest.layers), map(sum, zip(*sizes, strict=True)), strict=True)) if sizes else {}
     shard_buckets = np.array([name.bucket for name in index.shards], np.int64)
     return StoreStats(
         store=root,
@@ -116,15 +131,17 @@ def store_stats(root: Path) -> StoreStats:
         samples=len(index),
         tokens=tokens,
         supervised_tokens=int(samples.supervised[held].astype(np.int64).sum()),
-        shards=len(index.shards),
-        shard_bytes=shard_bytes,
-        overhead_bytes=shard_bytes - tokens * manifest.row_bytes,
+        shard_sizes=list(map(sum, sizes)),
+        layer_bytes={layer: layers.get(layer, 0) for layer in manifest.layers},
+        overhead_bytes=sum(map(sum, sizes)) - tokens * manifest.row_bytes,
         other_bytes=bytes_of(index_path(root, name) for name in index.shards)
         + _tree_bytes(root / HEAD)
         + bytes_of([samples.path]),
         buckets=_by_bucket(manifest, samples, held, shard_buckets),
         histogram=_histogram(lengths),
-        percentiles={p: int(np.percentile(lengths, p)) for p in (0, 10, 50, 90, 99, 100)} if len(lengths) else {},
+        percentiles=dict(zip(PERCENTILES, map(int, np.percentile(lengths, PERCENTILES)), strict=True))
+        if len(lengths)
+        else {},
     )
 
 
@@ -166,6 +183,21 @@ def _histogram(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
         (int(first), int(after) - 1, int(count))
         for first, after, count in zip(edges[:-1], edges[1:], counts, strict=True)
     ]
+
+
+def _shard_bytes(shard: Path, layers: Sequence[LayerId]) -> list[int]:
+    """Bytes of a shard's own documents, then of each layer; the files are looked up by name: a listing takes longer."""
+    hidden = f"{shard}/hidden"
+    own = (f"{shard}/zarr.json", f"{hidden}/zarr.json")
+    files = [own, *((f"{hidden}/{layer}/zarr.json", f"{hidden}/{layer}/c/0/0") for layer in layers)]
+    return [sum(map(_file_bytes, some)) for some in files]
+
+
+def _file_bytes(file: str) -> int:
+    try:
+        return os.stat(file).st_size  # noqa: PTH116 - a Path each would double the time
+    except OSError:
+        return 0  # of a run at work: just removed or renamed
 
 
 def _tree_bytes(folder: Path) -> int:

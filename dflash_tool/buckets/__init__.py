@@ -10,7 +10,7 @@
 
 from dflash_tool.buckets.batches import BATCH_COST, Batch, extraction_batches, padding_share
 from dflash_tool.buckets.copies import copy_ids, count_copies, number_copies
-from dflash_tool.buckets.edges import assign_buckets, check_edges, choose_edges
+from dflash_tool.buckets.edges import assign_buckets, check_edges, choose_edges, fewest_slots
 from dflash_tool.buckets.keys import hash_arrays, hash_words, sample_keys
 from dflash_tool.buckets.order import epoch_order, interleave, merge_buckets
 from dflash_tool.buckets.steps import BLOCK_COST, Microbatch, Step, StepPlan, assign, cut_group
@@ -31,6 +31,7 @@ __all__ = [
     "cut_group",
     "epoch_order",
     "extraction_batches",
+    "fewest_slots",
     "hash_arrays",
     "hash_words",
     "interleave",

@@ -59,6 +59,23 @@ def choose_edges(lengths: Int64s, k: int) -> tuple[int, ...]:
     return tuple(values[sorted(chosen)].tolist())
 
 
+def fewest_slots(lengths: Int64s, most: int) -> Int64s:
+    """int64 `[most]`: the tokens, padding included, that the best edges of at most 1, 2, ..., `most` buckets need.
+
+    Args:
+        lengths: int64 `[N]`, tokens of each sample, at least one.
+        most: buckets.
+    """
+    values, counts = np.unique(_checked(lengths), return_counts=True)
+    samples = np.cumsum(counts, dtype=np.int64)
+    slots = values * samples
+    found = [slots[-1]]
+    while len(found) < most:
+        slots, _ = _with_one_more(slots, values, samples)
+        found.append(slots[-1])
+    return np.array(found, np.int64)
+
+
 def _with_one_more(slots: Int64s, values: Int64s, samples: Int64s) -> tuple[Int64s, Int64s]:
     """Compute the next row: `f_r` and the leftmost best `i` for every `j`, both int64 `[D]`."""
     size = values.size

@@ -72,6 +72,7 @@ class TrainLog:
             {
                 "kind": "train",
                 "step": loop.steps_done,
+                "total_steps": loop.total_steps,
                 "epoch": step.epoch,
                 "loss": loss,
                 "lr": result.lr,

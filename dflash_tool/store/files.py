@@ -8,6 +8,7 @@ import errno
 import os
 import resource
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -109,11 +110,11 @@ def read_regular(path: Path, limit: int) -> bytes:
 
     Raises `FileNotFoundError` if there is none and `StoreError` for the rest.
     """
-    if path.is_symlink() or (path.exists() and not path.is_file()):
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
         raise StoreError(f"{path} is no regular file; a store holds no links: copy the file itself there")
-    size = path.stat().st_size
-    if size > limit:
-        raise StoreError(f"{path} has {size:,} bytes, at most {limit:,} were expected: the file is damaged")
+    if found.st_size > limit:
+        raise StoreError(f"{path} has {found.st_size:,} bytes, at most {limit:,} were expected: the file is damaged")
     return path.read_bytes()
 
 

@@ -7,6 +7,7 @@ shard stand without a gap in the order of its index: `row_start` is the running 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from dflash_tool.errors import StoreError
-from dflash_tool.schemas.arrow import SAMPLE_ID_BYTES, index_schema
+from dflash_tool.schemas.arrow import SAMPLE_ID_BYTES, id_words, index_schema
 from dflash_tool.schemas.config import LayerId
 from dflash_tool.store.files import disk_errors, read_regular
 from dflash_tool.store.layout import ShardName, index_path, shard_path
@@ -133,11 +134,11 @@ def read_shard_index(root: Path, name: ShardName, layers: Sequence[LayerId]) -> 
         raise _damaged(path, f"its hash isn't the one in {shard_path(root, name) / 'zarr.json'}")
     try:
         with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
-            table = file.read()
+            table = file.read(use_threads=False)  # small: starting threads would take longer than reading
     except (OSError, pa.ArrowException) as error:
         first_line = str(error).partition("\n")[0]
         raise _damaged(path, first_line) from error
-    expected = index_schema(layers)
+    expected = _expected(tuple(layers))
     if (table.schema.metadata or {}).get(b"layers") != expected.metadata[b"layers"]:
         held = (table.schema.metadata or {}).get(b"layers", b"none").decode(errors="replace")
         wanted = expected.metadata[b"layers"].decode()
@@ -161,6 +162,11 @@ def read_shard_index(root: Path, name: ShardName, layers: Sequence[LayerId]) -> 
     if index.length.min() < 1 or not np.array_equal(index.row_start, ends - index.length):
         raise _damaged(path, "row_start isn't the running sum of length")
     return index
+
+
+@cache  # one schema for the shards of a store
+def _expected(layers: tuple[LayerId, ...]) -> pa.Schema:
+    return index_schema(layers)
 
 
 def _quarantined(attributes: dict[str, Any]) -> tuple[bytes, ...]:
@@ -197,10 +203,14 @@ def join_indexes(layers: Sequence[LayerId], parts: Sequence[ShardIndex]) -> Comm
 
 
 def _refuse_duplicates(index: CommittedIndex) -> None:
-    first = index.find(index.sample_ids)  # position of the first equal id
-    repeated = np.flatnonzero(first != np.arange(len(index)))
+    words = id_words(index.sample_ids)[:, 0]
+    ordered = np.sort(words)  # ids whose first half stands alone can't be there twice: few are left to compare
+    suspects = np.flatnonzero(np.isin(words, ordered[1:][ordered[1:] == ordered[:-1]]))
+    ids = index.sample_ids.take(pa.array(suspects))
+    first = pc.index_in(ids, value_set=ids).to_numpy()  # position of the first equal id
+    repeated = np.flatnonzero(first != np.arange(len(suspects)))
     if len(repeated):
-        again, original = int(repeated[0]), int(first[repeated[0]])
+        again, original = int(suspects[repeated[0]]), int(suspects[first[repeated[0]]])
         one, other = (index.shards[index.shard[i]] for i in (original, again))
         raise StoreError(
             f"sample {index.sample_ids[again].as_py().hex()} is in shard {one} and again in {other} "

@@ -31,7 +31,7 @@ def board(run: Path, *, after_step: int) -> Iterator[Write]:
 
         def write(row: dict[str, Any]) -> None:
             for name, value in row.items():
-                if isinstance(value, int | float) and name not in {"step", "epoch"}:
+                if isinstance(value, int | float) and name not in {"step", "total_steps", "epoch"}:
                     writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
         yield write

@@ -64,6 +64,7 @@ class Validation:
             "anchor_tau": self.anchor_tau,
             "walk_tau": self.walk_tau,
             "accuracy_by_slot": (self.right / np.maximum(self.counted, 1)).tolist(),
+            "accepted_by_slot": (self.reached / np.maximum(self.counted, 1)).tolist(),
             "by_bucket": {
                 str(bucket): {"anchor_tau": anchor.tau, "walk_tau": walk.tau, "anchors": anchor.forwards}
                 for bucket, (anchor, walk) in sorted(self.by_bucket.items())

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
+from rich.filesize import decimal
 
 from dflash_tool.commands.format import Columns
 from dflash_tool.commands.panel import extract_panel, plain_line
@@ -16,7 +17,7 @@ from dflash_tool.commands.stats import stats_text
 from dflash_tool.commands.train_tables import train_panel
 from dflash_tool.stats import BucketStats, store_stats
 from dflash_tool.telemetry import ExtractSnapshot, TrainSnapshot
-from dflash_tool.wording import counted, verb
+from dflash_tool.wording import counted, short, size, verb
 from tests.store_kit import make_store
 
 WIDTHS = pytest.mark.parametrize("width", [60, 80])
@@ -39,6 +40,17 @@ def test_counted() -> None:
     assert [counted(n, "sample") for n in (0, 1, 2, 1234)] == ["0 samples", "1 sample", "2 samples", "1,234 samples"]
     assert [counted(n, "batch", "batches") for n in (1, 3)] == ["1 batch", "3 batches"]
     assert [verb(n, "is", "are") for n in (0, 1, 2)] == ["are", "is", "are"]
+
+
+@given(st.integers(0, 10**21))
+def test_sizes_are_those_of_rich(nbytes: int) -> None:
+    if nbytes < 10**18 * 999:
+        assert size(nbytes) == decimal(nbytes)
+
+
+def test_short_numbers() -> None:
+    numbers = (0, 0.0012, 12.5, 999, 1234, 12_345, 1_234_567, 12_300_000_000)
+    assert [short(each) for each in numbers] == ["0", "0.0012", "12.5", "999", "1,234", "12.35k", "1.235M", "12.3G"]
 
 
 @given(
@@ -78,8 +90,9 @@ def test_a_huge_store(tmp_path: Path, width: int) -> None:
         token_share=0.1234, padded_share=0.4567, shards=123_456,
     )  # fmt: skip
     seen = dataclasses.replace(
-        store_stats(make_store(tmp_path, [3, 4]).root), samples=123_456_789, tokens=1_234_567_890_123, shards=123_456,
-        buckets=[bucket], histogram=[(100_001, 131_072, 123_456_789)], percentiles={50: 1_234, 100: 131_072},
+        store_stats(make_store(tmp_path, [3, 4]).root), samples=123_456_789, tokens=1_234_567_890_123,
+        shard_sizes=[10**10] * 123_456, buckets=[bucket],
+        histogram=[(100_001, 131_072, 123_456_789)], percentiles={50: 1_234, 100: 131_072},
     )  # fmt: skip
     lines = drawn(stats_text(seen), width)
     assert "…" not in "".join(lines)
