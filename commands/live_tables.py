@@ -41,7 +41,9 @@ def live_panel(telemetry: LiveTelemetry) -> RenderableType:
         return extract_panel(telemetry.extract.snapshot())
     now = telemetry.train.snapshot()
     return Panel(
-        Group(train_bar(now), facts([*train_rows(now), ("devices", telemetry.devices), *_flow_rows(flow, now.seconds)])),
+        Group(
+            train_bar(now), facts([*train_rows(now), ("devices", telemetry.devices), *_flow_rows(flow, now.seconds)])
+        ),
         title=f"dflash live · {now.stage}",
         title_align="left",
         border_style="cyan",

@@ -5,7 +5,6 @@ What the words after a block's language mean:
     bash, python        run in a test, in the order of the page
     name=value          the same, with this value for --name (or name=...) where the test needs less
     no-run              commands that need what a test hasn't: their options are held against the real ones
-    later               run or checked as soon as all its commands exist
 """
 
 import ast
@@ -90,16 +89,6 @@ def check(words: list[str]) -> None:
     for word in words:
         if re.fullmatch(r"(\./)?(benchmarks|examples)/[\w/-]+\.(py|sh)", word):
             assert (ROOT / word).is_file(), f"no such script: {word}"
-
-
-def exists(block: Block) -> bool:
-    """Whether all commands of a block exist."""
-    try:
-        for words in block.commands():
-            check(words)
-    except (AssertionError, KeyError, typer.TyperException):
-        return False
-    return True
 
 
 def options() -> set[str]:

@@ -61,8 +61,7 @@ def test_pages_run(folder: Path) -> None:
     for page in RUN:
         names: dict[str, Any] = {}
         for block in docs_kit.blocks(ROOT / "docs" / f"{page}.md"):
-            skipped = "no-run" in block.words or ("later" in block.words and not docs_kit.exists(block))
-            if block.language in {"bash", "python"} and not skipped:
+            if block.language in {"bash", "python"} and "no-run" not in block.words:
                 with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
                     _run(block, names)
                 ran += 1
@@ -72,7 +71,7 @@ def test_pages_run(folder: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_exists(page: Path) -> None:
     for block in docs_kit.blocks(page):
-        if block.language == "bash" and "later" not in block.words:
+        if block.language == "bash":
             for words in block.commands():
                 docs_kit.check(words)
 
@@ -82,7 +81,7 @@ def test_every_option_in_the_text_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     codes = re.findall(r"`([^`\n]+)`", text)
     named = {found for code in codes for found in re.findall(r"(?<![\w-])--[a-z][a-z-]*", code)}
-    of_others = {"--nproc-per-node", "--nnodes", "--speculative-algorithm", "--speculative-draft-model-path", "--html"}
+    of_others = {"--nproc-per-node", "--nnodes", "--speculative-algorithm", "--speculative-draft-model-path"}
     assert named - docs_kit.options() - of_others == set()
 
 

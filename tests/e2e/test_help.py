@@ -11,7 +11,7 @@ import pytest
 from .running import ENV
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
-COMMANDS = ("extract", "train", "live", "stats", "eval", "export")
+COMMANDS = ("extract", "train", "live", "stats", "report", "eval", "export")
 
 
 @pytest.mark.parametrize("columns", [80, 120])
