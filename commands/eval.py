@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from dflash_tool.commands.options import load_config, option
 
@@ -91,6 +90,8 @@ def eval_(
 @contextmanager
 def _progress(console: Console) -> Iterator["OnProgress"]:
     """A bar of prompts on a terminal; nothing elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
     columns = (BarColumn(), MofNCompleteColumn(), "prompts", TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("prompts", total=None, visible=False)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from dflash_tool.commands.format import Columns, bar, count, facts, share, size
@@ -115,6 +114,8 @@ def _print_damage(found: list[_Found]) -> None:
 
 
 def _verify(store: Path, messages: Console) -> "Iterator[Damage]":
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     from dflash_tool.store.beside import verify_committed
     from dflash_tool.store.verify import bytes_to_verify
 
