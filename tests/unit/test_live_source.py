@@ -193,6 +193,8 @@ def _flow(computing: float, waiting: float, **changed: float) -> Flow:
         ({"data": 40.0, "forward": 60.0}, _flow(50, 50, for_memory=50), "window is the bottleneck; raise --inflight"),
         ({"data": 40.0, "forward": 60.0}, _flow(50, 50, for_places=50), "raise --hs-queue-depth"),
         ({"data": 1.0, "forward": 40.0, "validation": 59.0}, _flow(40, 60, for_steps=60), "validating is"),
+        ({"data": 0.2, "forward": 9.8, "validation": 90.0}, _flow(99.9, 0.1), "validating is"),
+        ({"data": 40.0, "forward": 25.0, "validation": 35.0}, _flow(99, 1), "targets are"),
         ({}, _flow(1, 1), ""),
     ],
 )
