@@ -169,7 +169,6 @@ def iter_queue(queue: BucketedHSQueue[T]) -> Iterator[Item[T]]:
     """Items as `get` serves them, until the queue is closed and empty. Raises what `abort` was given."""
     while True:
         try:
-            item = queue.get()
+            yield queue.get()  # and keep nothing: its memory may be given up while the next one is waited for
         except QueueClosed:
             return
-        yield item

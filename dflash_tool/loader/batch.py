@@ -102,13 +102,16 @@ class MixedBatch:
         return BatchInputs(self.context(device=place, dtype=dtype, out=out), *rest)
 
     def release(self) -> None:
-        """Give the memory back, once copies from it are done. A second call does nothing."""
+        """Give the memory back, once copies from it are done; `states` is empty then. A second call does nothing."""
         if not self._released:
             self._released.append(True)
             for event in self._copies:
                 event.synchronize()
             if self.arrival is not None:
                 self.arrival.done()
+            # Whoever told about the release counts the memory as free, so nothing here may hold it any longer.
+            object.__setattr__(self, "states", self.states.new_empty(0))
+            object.__setattr__(self, "arrival", None)
             self.on_release()
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:

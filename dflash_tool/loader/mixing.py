@@ -48,6 +48,7 @@ class MixingLoader:
         plan_of: the plan of an epoch, a pure function (see `epoch_plans`); called in a reading thread.
         layers: aux layer ids, strictly ascending, any of the store's.
         epochs: how many there are in all.
+        max_steps: that are taken over all epochs, if fewer; no step beyond is read.
         window_bytes: the most bytes of batches that are being read, wait or are in use. Page-locked at once if `pin`.
         threads: that read, at least 1.
         verify: hold rows against their hash the first time they are read, always or never.
@@ -72,6 +73,7 @@ class MixingLoader:
         *,
         layers: tuple[int, ...],
         epochs: int,
+        max_steps: int | None = None,
         window_bytes: int,
         threads: int,
         verify: VerifyReads,
@@ -99,6 +101,8 @@ class MixingLoader:
         self._follower = follower
         plan = self._plan_of(0)
         self._check_window(plan, int(store.samples.lengths[rows].max()))
+        self._epoch_steps = len(plan)
+        self._total_steps = min(epochs * len(plan), max_steps or epochs * len(plan))
         self._position = (0, 0, plan.samples_fingerprint)  # epoch, steps of it that are consumed, plan
         self._prefetch: BatchSource | None = None
         self._memory: NDArray[np.uint8] | None = None  # made once: a second iteration uses it again
@@ -228,26 +232,26 @@ class MixingLoader:
 
     def _steps(self, epoch: int, done: int) -> Iterator[PlannedStep]:
         """Plan the steps still to do, one at a time. Runs in the reading threads."""
-        for current in range(epoch, self._epochs):
+        for number in range(epoch * self._epoch_steps + done, self._total_steps):
+            current, index = divmod(number, self._epoch_steps)
             plan = self._plan_of(current)
-            for index in range(done if current == epoch else 0, len(plan)):
-                rows = self._rows[plan.samples(index)]
-                if not self._arrived(rows, current):
-                    return
-                step = plan.step(index)
-                first = self._rank * self._drafters
-                shares = assign(step, self._world * self._drafters)[first : first + self._drafters]
-                drafter_of = sorted((place, drafter) for drafter, share in enumerate(shares) for place in share)
-                mine = ((self._of_rows(step.microbatches[place]), drafter) for place, drafter in drafter_of)
-                filled = [(batch, drafter) for batch, drafter in mine if batch is not None]
-                yield PlannedStep(
-                    epoch=current,
-                    index=index,
-                    rows=rows[~self._reader.store.holes(rows)],
-                    microbatches=tuple(batch for batch, _ in filled),
-                    drafters=tuple(drafter for _, drafter in filled),
-                    fingerprint=plan.samples_fingerprint,
-                )
+            rows = self._rows[plan.samples(index)]
+            if not self._arrived(rows, current):
+                return
+            step = plan.step(index)
+            first = self._rank * self._drafters
+            shares = assign(step, self._world * self._drafters)[first : first + self._drafters]
+            drafter_of = sorted((place, drafter) for drafter, share in enumerate(shares) for place in share)
+            mine = ((self._of_rows(step.microbatches[place]), drafter) for place, drafter in drafter_of)
+            filled = [(batch, drafter) for batch, drafter in mine if batch is not None]
+            yield PlannedStep(
+                epoch=current,
+                index=index,
+                rows=rows[~self._reader.store.holes(rows)],
+                microbatches=tuple(batch for batch, _ in filled),
+                drafters=tuple(drafter for _, drafter in filled),
+                fingerprint=plan.samples_fingerprint,
+            )
 
     def _arrived(self, rows: Int64s, epoch: int) -> bool:
         """Wait for a step's samples; later epochs wait for whole stores. False where the iteration is to end."""

@@ -106,10 +106,12 @@ def run_extraction(
         with guards.stop.forward_to(abort):
             for item in iter_queue(states):
                 _write(writer, job, item.bucket, item.payload)
-                window.release(item.bucket, item.nbytes)
                 quarantined += item.payload.quarantined.tolist()
-                check_quarantine(job, quarantined)
                 _count(telemetry, writer, item.payload)
+                credit = item.bucket, item.nbytes
+                del item  # its memory, before it is counted as free
+                window.release(*credit)
+                check_quarantine(job, quarantined)
                 guards.check_lock()
                 writer.commit_due()
             writer.commit_all()

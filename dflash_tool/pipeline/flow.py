@@ -148,12 +148,12 @@ def bottleneck(spent: Mapping[str, float], flow: Flow) -> str:
     if min(drafters, targets) > _BOTH_WAIT and starved:
         option = "--inflight-gib" if flow.for_memory >= flow.for_places else "--hs-queue-depth"
         return f"{said}: the in-flight window is the bottleneck; raise {option}"
-    if drafters >= targets:
-        return f"{said}: targets are the bottleneck; add a target, or `dflash extract` once and `dflash train`"
     rest = {part: seconds for part, seconds in spent.items() if part in _BETWEEN_STEPS}
     worst = max(rest, key=lambda part: rest[part], default="")
-    if worst and rest[worst] / whole > _MUCH:
+    if worst and rest[worst] / whole > max(_MUCH, drafters):
         return f"{said}: {_BETWEEN_STEPS[worst]}"
+    if drafters >= targets:
+        return f"{said}: targets are the bottleneck; add a target, or `dflash extract` once and `dflash train`"
     return f"{said}: drafters are the bottleneck; add a drafter, or use fewer targets"
 
 

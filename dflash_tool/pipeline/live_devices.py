@@ -83,15 +83,15 @@ def deal(targets: Sequence[str], drafters: Sequence[str], *, count: int, rank: i
     named |= {"cuda:0"} if "cuda" in named else set()
     left = [name for name in (f"cuda:{number}" for number in range(count)) if name not in named]
     share = tuple(left[len(left) * rank // world : len(left) * (rank + 1) // world])
+    if 0 < count < world and not mine_d and mine_t in ((), ("cpu",)):  # some would draft on CUDA, others on the CPU
+        raise ConfigError(
+            f"{world} processes on a machine with {counted(count, 'CUDA device')}: start at most {count} "
+            "(--nproc-per-node), or give --target-device cpu --drafter-device cpu"
+        )
     if mine_t:
         return Cell(targets=mine_t, drafters=share[-1:] or mine_t[-1:])
     if mine_d:
         return Cell(targets=share or mine_d, drafters=mine_d)
-    if 0 < count < world:
-        raise ConfigError(
-            f"{world} processes on a machine with {count} CUDA devices: start at most {count} (--nproc-per-node), or "
-            "give --target-device cpu --drafter-device cpu"
-        )
     share = share or ("cpu",)
     return Cell(targets=share[:-1] or share, drafters=share[-1:])
 

@@ -86,6 +86,7 @@ class Tee:
         for item in iter_queue(self._queue):
             work, done = item.payload
             self._try(work)
+            del item, work  # their memory, before it is counted as free
             done()
         self._try(self._writer.commit_all)
         self._writer.abandon()

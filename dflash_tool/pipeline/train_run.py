@@ -176,6 +176,7 @@ def open_run(
             plan_of,
             layers=layers,
             epochs=config.epochs,
+            max_steps=config.max_steps,
             window_bytes=_window(
                 config, store, layers, max(context_budget, int(store.samples.lengths.max())), len(group)
             ),

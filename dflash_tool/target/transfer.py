@@ -57,7 +57,7 @@ class Way(Protocol):
         """Wait until everything sent so far is there."""
 
     def select(self, sent: Tensor, places: Sequence[int], width: int) -> Tensor:
-        """Samples at these places of `[n, B, S, H]`, so wide; to be called after `wait`."""
+        """Samples at these places of `[n, B, S, H]`, so wide; waits until everything sent so far is there."""
 
     def arrival(self, sent: Tensor) -> Arrival:
         """Of everything that was sent into this memory."""
@@ -199,7 +199,8 @@ class BySideStream:
         self._there.synchronize()
 
     def select(self, sent: Tensor, places: Sequence[int], width: int) -> Tensor:
-        """See `Way`."""
+        """See `Way`. Host memory is read by this thread, so streams' order alone wouldn't do."""
+        self.wait()
         with self._cuda.on(self._there, self._side):
             return sent[:, list(places), :width].contiguous()
 

@@ -132,6 +132,9 @@ class StubSamples:
     def copies(self) -> NDArray[np.int64]:
         return np.zeros(len(self.lengths), np.int64)
 
+    def sample_id(self, row: int) -> bytes:
+        return self.ids[row].tobytes()
+
     def tokens(self, row: int) -> NDArray[np.int32]:
         return (row + np.arange(self.lengths[row])).astype(np.int32)
 

@@ -73,6 +73,7 @@ def test_no_device_drafts_in_two_cells() -> None:
     [
         (_cuda(0, 1, 2), AUTO, 4, 2, r"--target-device: 3 devices can't be dealt evenly over the 2 processes"),
         (AUTO, _cuda(0), 4, 2, r"--drafter-device: 1 devices? can't be dealt evenly"),
+        (("cpu",), AUTO, 1, 2, r"2 processes on a machine with 1 CUDA device: start at most 1"),
         (AUTO, AUTO, 2, 3, r"3 processes on a machine with 2 CUDA devices: start at most 2"),
     ],
 )

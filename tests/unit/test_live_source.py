@@ -1,6 +1,7 @@
 """A live source with stub targets: what a batch holds, what is kept back, what is said of it."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from dflash_tool.errors import TargetError
 from dflash_tool.loader import PlannedStep
 from dflash_tool.pipeline.flow import Flow, TargetFlow, bottleneck, join, look
 from dflash_tool.pipeline.live_source import LiveFeed, LiveSource
+from dflash_tool.pipeline.tee import Tee
 from dflash_tool.target import PaddedStates, Way
 
 from .live_sim import LAYER, StubSamples, StubTarget, World
@@ -73,6 +75,53 @@ def test_batches_hold_their_samples_in_plan_order() -> None:
     assert flow.padded_tokens == sum(batch.padded_tokens for step in world.planned() for batch in step.microbatches)
     assert 0 < flow.peak == source.peak_bytes() <= flow.limit
     source.close()
+
+
+def test_memory_that_is_counted_as_free_is_free() -> None:
+    """Whoever waits for the next batch, drafter or tee, does not hold the one before; the batch object may live on."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Remembered(StubTarget):
+        def capture_padded(self, input_ids: Any, lengths: Any, layers: Any, to: Way) -> PaddedStates:
+            got = super().capture_padded(input_ids, lengths, layers, to)
+            made.append(weakref.ref(got.states))
+            return got
+
+    world, written = _world(targets=1, places=1 << 20), threading.Event()
+    samples = StubSamples(world.lengths)
+    tee = Tee(_Writer(), samples, np.zeros(len(world.lengths), np.bool_))  # type: ignore[arg-type]
+    source = _feed(world, Remembered(lambda _: None), samples=samples, tee=tee)(iter(world.planned()), (LAYER,))
+    free: list[bool] = []
+    release = source.window.release
+
+    def watched(bucket: int, nbytes: int) -> None:
+        free.append(made[0]() is None)
+        release(bucket, nbytes)
+        written.set()
+
+    source.window.release = watched  # type: ignore[method-assign]
+    source.start()
+    with tee:
+        batch = source.take_batch(0)
+        batch.release()
+        assert written.wait(60)
+        source.close()
+    assert free == [True]
+    assert batch.states.numel() == 0
+
+
+class _Writer:
+    """A shard writer that throws away."""
+
+    def append(self, *_: object) -> None: ...
+
+    def quarantine(self, *_: object) -> None: ...
+
+    def commit_due(self) -> None: ...
+
+    def commit_all(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 def test_no_more_steps_are_dispatched_than_allowed() -> None:
@@ -144,6 +193,8 @@ def _flow(computing: float, waiting: float, **changed: float) -> Flow:
         ({"data": 40.0, "forward": 60.0}, _flow(50, 50, for_memory=50), "window is the bottleneck; raise --inflight"),
         ({"data": 40.0, "forward": 60.0}, _flow(50, 50, for_places=50), "raise --hs-queue-depth"),
         ({"data": 1.0, "forward": 40.0, "validation": 59.0}, _flow(40, 60, for_steps=60), "validating is"),
+        ({"data": 0.2, "forward": 9.8, "validation": 90.0}, _flow(99.9, 0.1), "validating is"),
+        ({"data": 40.0, "forward": 25.0, "validation": 35.0}, _flow(99, 1), "targets are"),
         ({}, _flow(1, 1), ""),
     ],
 )

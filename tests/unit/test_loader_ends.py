@@ -111,6 +111,20 @@ def test_stopping_early(store: HiddenStore) -> None:
     assert no_threads_left()
 
 
+@pytest.mark.parametrize("max_steps", [1, 3, 7, 9, 14, 20])
+def test_nothing_is_read_beyond_the_last_step_to_be_taken(store: HiddenStore, max_steps: int) -> None:
+    """Two epochs of seven steps; also from a checkpoint."""
+    rows = np.arange(3, 100)
+    every = read_steps(loader_of(store, rows, epochs=2))
+    loader = loader_of(store, rows, epochs=2, max_steps=max_steps)
+    assert read_steps(loader) == every[:max_steps]
+    assert loader.counters().samples_read == sum(len(step[2]) for step in every[:max_steps])
+    other = loader_of(store, rows, epochs=2, max_steps=max_steps)
+    fingerprint = plans_of(store.samples, rows)(0).samples_fingerprint
+    other.load_state_dict({"epoch": 0, "step": 1, "samples_fingerprint": fingerprint})
+    assert read_steps(other) == every[1:max_steps]
+
+
 def test_a_step_must_be_read_to_its_end(store: HiddenStore) -> None:
     steps = iter(loader_of(store))
     next(iter(next(steps)))

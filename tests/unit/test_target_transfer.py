@@ -131,6 +131,21 @@ def test_a_forgotten_wait_would_be_noticed(
         assert not all(_run(Machine(seed), to, consumer) for seed in range(30))
 
 
+@pytest.mark.parametrize("to", [SECOND, FIRST, None], ids=["peer", "same device", "page-locked"])
+def test_samples_are_selected_after_the_last_part_has_arrived(to: torch.device | None) -> None:
+    """A part with NaN waits for its own states; those of the parts after it may still be on their way."""
+    for seed in range(30):
+        machine = Machine(seed)
+        route = BySideStream(FIRST, to, machine)
+        states = route.empty((1, B, S, H), torch.float32)
+        for place in range(B):
+            real = machine.empty((1, S, H), torch.float32, FIRST)
+            aim = _raw(real)
+            machine.current(FIRST).do(lambda aim=aim, place=place: aim.fill_(place + 1.0))
+            route.copy(states[0, place : place + 1], real)
+        assert (route.select(states, [1], 2) == 2.0).all()
+
+
 def test_a_peer_copy_waits_for_no_drafter() -> None:
     """The drafter's stream is busy for ever; states arrive all the same, and its later work doesn't pass them."""
     machine = Machine(0)
