@@ -102,7 +102,8 @@ def _measured(measured: Measured, max_new_tokens: int, slots: int) -> Iterator[R
         ("walk tau", f"{measured.walked.tau:.3f} over the same answers"),
     ]
     if measured.accepted:
-        rows.append(("by slot", ", ".join(map(share, measured.accepted_by_slot(slots))) + " accepted by our own loop"))
+        by_slot = " ".join(share(each, 0).replace(" ", "") for each in measured.accepted_by_slot(slots))
+        rows.append(("by slot", f"{by_slot} accepted, in our own loop"))
     if measured.bigram is not None:
         rows.append(("yardstick", f"{measured.bigram.tau:.3f} with a bigram table on the same answers"))
     rows += [("tokens/s", _rates(greedy)), ("lossless", lossless), ("4-grams", _distinct(greedy))]
