@@ -22,11 +22,22 @@ T = TypeVar("T")
 
 
 def load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head: bool) -> dict[str, TargetModel]:
-    """A target for each device, replicas sharing their weights; by name. Writes `head/` where it is missing."""
+    """A target for each device, replicas sharing their weights; by name. Writes `head/` where it is missing.
+
+    Targets on the CPU share the cores. Loading takes one: OpenMP keeps workers for each thread that ever computed with
+    several, and with more of them than cores all go to sleep between operations, which slows a target's small ones down.
+    """
     telemetry.stage("loading the target")
     on_cpu = sum(device.type == "cpu" for device in resolved.devices)
-    if on_cpu > 1:  # they compute at the same time and share the cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // on_cpu))
+    threads = max(1, torch.get_num_threads() // max(1, on_cpu))
+    torch.set_num_threads(1)
+    try:
+        return _load(resolved, write_head=write_head)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _load(resolved: Resolved, *, write_head: bool) -> dict[str, TargetModel]:
     root = resolved.config.out
     temporary = root / f".tmp-{HEAD}" if write_head and not (root / HEAD / "head.safetensors").is_file() else None
     targets: dict[str, TargetModel] = {}
