@@ -25,7 +25,7 @@ def load_targets(resolved: Resolved, telemetry: ExtractTelemetry, *, write_head:
     """A target for each device, replicas sharing their weights; by name. Writes `head/` where it is missing.
 
     Targets on the CPU share the cores. Loading takes one: OpenMP keeps workers for each thread that ever computed with
-    several, and with more of them than cores all go to sleep between operations, which slows a target's small ones down.
+    several, and with more of them than cores all go to sleep between operations: a target's small ones take longer.
     """
     telemetry.stage("loading the target")
     on_cpu = sum(device.type == "cpu" for device in resolved.devices)
