@@ -5,8 +5,8 @@
 - bare loop: the truncated forward on the same planned batches, results thrown away; in pairs with `extract` (plan,
   queue, hashing, shards on disk), alternating, medians
 - dumper: dataset-order batches of 8, padded to the longest, attention mask, `output_hidden_states=True`, full model
-- peak: what fp32 matmuls sustain on this machine in this run (the best of the pairs); the share counts real tokens'
-  operations alone
+- peak: what fp32 matmuls sustain here, before and after each `extract` (the better of the two); the share counts
+  real tokens' operations alone
 
 Tokens are real ones. Loading and tokenising count on no side; the writing and the fsync of shards count in `extract`.
 Each side computes in a thread that ends with it: OpenMP keeps a pool of workers for every thread that computed, and
@@ -66,14 +66,16 @@ def measure(name: str, folder: Path, samples: int, pairs: int, batch_tokens: int
     target = alone(lambda: load(plan))
     for pair in range(pairs):
         bare.append(alone(lambda: rate(plan.manifest.tokens, lambda: bare_loop(plan, target))))
+        before = alone(peak_flops)
         run = pipeline.extract(config.model_copy(update={"out": scratch / f"store-{pair}"})).run
         assert run is not None
         ours.append(run.real_tokens / run.seconds)
-        busy.append(alone(peak_flops))
+        busy.append(max(before, alone(peak_flops)))
     dumper_samples = min(len(plan.samples), max(80, samples // 10))
     dumper = alone(lambda: dump_rate(folder, plan, dumper_samples))
     ratio = statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
-    share = statistics.median(ours) * operations_a_token(plan, target) / max(busy)
+    operations = operations_a_token(plan, target)
+    shares = [mine * operations / peak for mine, peak in zip(ours, busy, strict=True)]
     pair_ratios = [mine / theirs for mine, theirs in zip(ours, bare, strict=True)]
     rows = {
         "samples, real tokens": f"{len(plan.samples):,}, {plan.manifest.tokens:,}",
@@ -83,8 +85,10 @@ def measure(name: str, folder: Path, samples: int, pairs: int, batch_tokens: int
         "extract / bare loop": f"{ratio:.3f}   pairs: {', '.join(f'{pair:.3f}' for pair in pair_ratios)}",
         f"dumper, tokens/s ({dumper_samples} samples)": f"{dumper:,.0f}",
         "extract / dumper": f"{statistics.median(ours) / dumper:.2f}",
-        "fp32 matmul peak": f"{max(busy) / 1e9:.0f} GFLOP/s",
-        "extract, share of that peak": f"{share:.2f}",
+        "fp32 matmul peak": f"{', '.join(f'{peak / 1e9:.0f}' for peak in busy)} GFLOP/s",
+        "extract, share of that peak": (
+            f"{statistics.median(shares):.2f}   pairs: {', '.join(f'{each:.2f}' for each in shares)}"
+        ),
     }
     layers = ", ".join(map(str, plan.manifest.layer_ids))
     print(f"\n{name}: {folder.name}, layers {layers} of {plan.resolved.target.num_layers}")
