@@ -63,7 +63,7 @@ def _flow_rows(flow: Flow, seconds: float) -> list[tuple[str, str]]:
     waited = {"memory": flow.for_memory, "places": flow.for_places, "drafters to finish a step": flow.for_steps}
     return [
         *targets,
-        ("in flight", f"{size(flow.inflight)} of {size(flow.limit)}, at most {size(flow.peak)} so far"),
+        ("in flight", f"{size(flow.inflight)} of {size(flow.limit)}, at most {size(flow.peak)}"),
         ("queue", queued),
         ("dispatch waited", f"for {waits_text(waited)}"),
     ]
