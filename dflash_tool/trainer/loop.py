@@ -150,9 +150,12 @@ class DrafterTrainLoop:
         )
 
     def check(self) -> None:
-        """Raise DflashError if a step since the last check had a non-finite loss or gradient. Waits for the device."""
-        steps, self._unchecked = self._unchecked, []
+        """Raise DflashError if a step since the last check had a non-finite loss or gradient. Waits for the device.
+
+        Raises it again each time it is asked, so that nothing is saved from then on.
+        """
         if bool(self._bad_step):
+            steps = self._unchecked
             first = self.steps_done - len(steps)
             rows = np.concatenate(steps).tolist()
             named = ", ".join(str(row) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
@@ -161,6 +164,7 @@ class DrafterTrainLoop:
                 f"(samples in rows {named} of samples.arrow); no weight was changed by it. Start again with another "
                 "--out and a smaller --lr or a longer --warmup; --init-from takes the weights of a checkpoint"
             )
+        self._unchecked = []
 
     def _apply(self, sums: Sums, weight: float, lr: float) -> Tensor:
         """Divide by the step's weight, clip by the true global norm, take the step; returns the norm unclipped."""
