@@ -2,7 +2,7 @@
 
 import difflib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
 # pydantic and yaml take a third of the time of `dflash --help`, which needs neither
 Config = TypeVar("Config", bound="BaseModel")
+
+
+Html = Annotated[
+    Path | None, typer.Option("--html", help="Write a page with pictures, which needs nothing else.", metavar="FILE")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
 def option(panel: str, text: str, default: str | None = None, *, flag: str | None = None, **settings: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from dflash_tool.commands.options import AsJson, Html
 from dflash_tool.commands.report_tables import runs_text, write_page
 
 
@@ -19,11 +20,8 @@ def report(
             show_default=False,
         ),
     ],
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write a page with pictures, which needs nothing else.", metavar="FILE"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    html: Html = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show how training runs went: loss, tau by slot and by bucket, speed, who waited for whom.
 

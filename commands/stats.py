@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from dflash_tool.commands.format import Columns, bar, count, facts, share, size
+from dflash_tool.commands.options import AsJson, Html
 from dflash_tool.commands.report_tables import comparison_text, write_page
 from dflash_tool.errors import StoreError
 from dflash_tool.wording import counted
@@ -33,11 +34,8 @@ def stats(
     verify: Annotated[
         bool, typer.Option("--verify", help="Hash every byte again; exit 1 and name what is damaged.")
     ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write a page with pictures, which needs nothing else.", metavar="FILE"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    html: Html = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what is in a store: samples, tokens, bytes, layers, a table by bucket, the lengths.
 

@@ -29,9 +29,7 @@ from dflash_tool.drafter.head import TargetHead
 
 _CHUNK_BYTES = {"cpu": 4 << 20}  # on the CPU what stays in the cache is fastest
 _DEVICE_CHUNK_BYTES = 256 << 20
-_LEAST_ROWS = (
-    128  # fewer, and the head's own weights, which each chunk reads from memory twice, are what takes the time
-)
+_LEAST_ROWS = 128  # with fewer, reading the head's own weights twice a chunk is what takes the time
 _PACE_FLOOR = 0.5
 
 

@@ -17,10 +17,10 @@ from dflash_tool.errors import ConfigError, DataError, StoreError
 from dflash_tool.lifecycle import check_out
 from dflash_tool.loader import anchor_counts, epoch_plans, split_validation
 from dflash_tool.pipeline.live_devices import devices_of, own_devices, window_limit
-from dflash_tool.pipeline.train_run import SETTINGS as TRAIN_SETTINGS
 from dflash_tool.planning import ExtractionPlan, make_plan, plan_rows, prepare_samples
 from dflash_tool.resolving import resolve
 from dflash_tool.schemas.live import HELD_OUT, LiveConfig
+from dflash_tool.schemas.run import LIVE_SETTINGS, TRAIN_SETTINGS
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.files import TEMP_PREFIX, disk_errors
 from dflash_tool.store.lock import LOCK
@@ -30,7 +30,6 @@ from dflash_tool.telemetry import ExtractTelemetry
 from dflash_tool.trainer.budget import microbatch_budgets
 
 Int64s = NDArray[np.int64]
-SETTINGS = "live.yaml"
 _STEPS_MEASURED = 200
 
 
@@ -174,7 +173,7 @@ def check_folders(config: LiveConfig) -> None:
         names = (
             {path.name for path in out.iterdir() if not path.name.startswith(TEMP_PREFIX)} if out.exists() else set()
         )
-    if names - {HELD_OUT, LOCK} and not {SETTINGS, TRAIN_SETTINGS} & names:
+    if names - {HELD_OUT, LOCK} and not {LIVE_SETTINGS, TRAIN_SETTINGS} & names:
         raise StoreError(f"--out: {out} holds something else; give a new folder, or that of a run to go on with")
     if config.tee is not None and config.tee.resolve() == out.resolve():
         raise StoreError(f"--tee: {config.tee} is the run's own folder; give the store another one")

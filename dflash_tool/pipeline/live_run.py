@@ -21,7 +21,7 @@ from dflash_tool.lifecycle import OpenStore, begin, check_quarantine, join_store
 from dflash_tool.pipeline.extraction_run import Guards, make_writer, run_extraction
 from dflash_tool.pipeline.flow import Flow, bottleneck, join, look
 from dflash_tool.pipeline.live_devices import devices_of, own_devices, window_limit
-from dflash_tool.pipeline.live_plan import SETTINGS, check_folders, kept_rows, measure, parties, places
+from dflash_tool.pipeline.live_plan import check_folders, kept_rows, measure, parties, places
 from dflash_tool.pipeline.live_source import LiveFeed
 from dflash_tool.pipeline.targets import load_targets, target_notes
 from dflash_tool.pipeline.tee import Tee
@@ -32,6 +32,7 @@ from dflash_tool.planning import ExtractionPlan, plan_rows
 from dflash_tool.ranks import Ranks
 from dflash_tool.resolving import Resolved, resolve
 from dflash_tool.schemas.live import LiveConfig
+from dflash_tool.schemas.run import LIVE_SETTINGS
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.files import disk_errors, make_folder, replace_file
 from dflash_tool.store.lock import RunLock
@@ -114,8 +115,8 @@ def live(config: LiveConfig, telemetry: LiveTelemetry | None = None) -> LiveResu
     with StopSignals() as stop, ranks.alive(), ExitStack() as stack:
         guards = Guards(check_lock=lambda: None, stop=stop)
         if ranks.rank == 0:
-            stack.enter_context(_own(config.out, config.out / SETTINGS))
-            lock = stack.enter_context(_own(config.store, config.out / SETTINGS))
+            stack.enter_context(_own(config.out, config.out / LIVE_SETTINGS))
+            lock = stack.enter_context(_own(config.store, config.out / LIVE_SETTINGS))
             guards = replace(guards, check_lock=lock.check)
         return _live(asked, config, resolved, ranks, telemetry, guards, threads)
 
@@ -212,8 +213,8 @@ def _capture(
 ) -> None:
     """Begin the run in its folder, and put what is held out into the store, unless it is there. Rank 0 alone."""
     settings = config.model_dump(mode="json", exclude_none=True)
-    with disk_errors(config.out / SETTINGS, "write"):
-        replace_file(config.out / SETTINGS, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
+    with disk_errors(config.out / LIVE_SETTINGS, "write"):
+        replace_file(config.out / LIVE_SETTINGS, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
     job = plan_rows(store.plan, kept_rows(config, store.plan.samples))
     if any(not store.held[batch.rows].all() for batch in job.batches):
         _, quarantined = run_extraction(replace(store, plan=job), targets, Ranks(), telemetry, guards)

@@ -7,9 +7,10 @@ from typing import Any
 
 from dflash_tool.loader import LoadedStep
 from dflash_tool.pipeline.train_run import TrainRun
+from dflash_tool.schemas.run import STEP_PARTS
 from dflash_tool.trainer import StepResult
 from dflash_tool.trainer.metrics import Write
-from dflash_tool.trainer.timing import COMPUTE, PARTS
+from dflash_tool.trainer.timing import COMPUTE
 from dflash_tool.wording import counted
 
 
@@ -83,7 +84,7 @@ class TrainLog:
                 "blocks_per_second": self._blocks / pace,
                 "steps": self._steps,
                 "seconds": pace,
-                **{f"{part}_seconds": self._parts.get(part, 0.0) for part in PARTS},
+                **{f"{part}_seconds": self._parts.get(part, 0.0) for part in STEP_PARTS},
                 "rank_skew_seconds": self._skew,
                 "drafters": {name: _waits(seconds) for name, seconds in self._drafters.items()},
                 "memory_bytes": result.memory,

@@ -22,6 +22,7 @@ from dflash_tool.loader.prefetch import batch_bytes
 from dflash_tool.pipeline.drafters import adopt, agree, check_fits, drafter_devices, make_group
 from dflash_tool.pipeline.stores import choose_layers, open_stores
 from dflash_tool.ranks import Ranks
+from dflash_tool.schemas.run import TRAIN_SETTINGS
 from dflash_tool.schemas.train import MAY_CHANGE, TrainConfig
 from dflash_tool.store.files import disk_errors, replace_file
 from dflash_tool.store.follow import Follower
@@ -30,8 +31,6 @@ from dflash_tool.store.layout import HEAD
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer import Checkpoint, Checkpoints, DrafterTrainLoop, GradientSum, Validator
 from dflash_tool.window import default_limit
-
-SETTINGS = "train.yaml"
 
 _AHEAD = 16
 """Microbatches of the largest size read ahead by default: the disk is far faster than a drafter, more would idle."""
@@ -95,7 +94,7 @@ class TrainRun:
 
 def check_out(out: Path) -> None:
     """Refuse a folder that holds something else than a run (StoreError)."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / SETTINGS).is_file())):
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / TRAIN_SETTINGS).is_file())):
         raise StoreError(f"--out: {out} holds something else; give a new folder, or that of a run to go on with")
 
 
@@ -270,7 +269,7 @@ def _mask_token(config: TrainConfig, store: JoinedStore) -> int:
 
 def resume(run: TrainRun) -> Checkpoint | None:
     """Go on from the newest checkpoint, or begin; rank 0 writes the settings. ConfigError where they differ."""
-    path = run.config.out / SETTINGS
+    path = run.config.out / TRAIN_SETTINGS
     now = run.config.model_dump(mode="json")
     if path.exists():
         _check_same(_read_settings(path), now, path)

@@ -17,8 +17,9 @@ import torch
 from dflash_tool.errors import DflashError, Interrupted, StoreError
 from dflash_tool.loader import LoadedStep
 from dflash_tool.pipeline.train_log import TrainLog
-from dflash_tool.pipeline.train_run import SETTINGS, TrainRun, check_out, check_together, open_run, resume
+from dflash_tool.pipeline.train_run import TrainRun, check_out, check_together, open_run, resume
 from dflash_tool.ranks import Ranks
+from dflash_tool.schemas.run import TRAIN_SETTINGS
 from dflash_tool.schemas.train import TrainConfig, TrainState
 from dflash_tool.signals import StopSignals
 from dflash_tool.store.files import make_folder
@@ -80,7 +81,7 @@ def train(config: TrainConfig, telemetry: TrainTelemetry | None = None) -> Train
             try:
                 return run_training(run, stop)
             except BaseException:
-                if made and not (config.out / SETTINGS).exists():  # refused before it began: leave no trace
+                if made and not (config.out / TRAIN_SETTINGS).exists():  # refused before it began: leave no trace
                     shutil.rmtree(config.out, ignore_errors=True)
                 raise
 

@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 
 from dflash_tool.errors import DflashError, StoreError
+from dflash_tool.schemas.run import CHECKPOINTS, LIVE_SETTINGS, METRICS, STATE, TRAIN_SETTINGS
 from dflash_tool.store.layout import MANIFEST
 from dflash_tool.store.lock import LOCK, run_at_work
 from dflash_tool.store.manifest import read_manifest
 from dflash_tool.wording import count, counted
 
-METRICS, TRAIN, LIVE, STATE = "metrics.jsonl", "train.yaml", "live.yaml", "checkpoints/last/state.json"
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
 
@@ -102,19 +102,19 @@ def points(rows: Iterable[Row], value: Callable[[Row], Any]) -> Points:
 
 def read_run(folder: Path) -> Run:
     """Read a run's folder. Raises DflashError for what is none."""
-    if not (folder / TRAIN).is_file() and not (folder / LIVE).is_file():
+    if not (folder / TRAIN_SETTINGS).is_file() and not (folder / LIVE_SETTINGS).is_file():
         raise DflashError(_refusal(folder))
     notes: list[str] = []
-    config = {**_settings(folder / LIVE, notes), **_settings(folder / TRAIN, notes)}
+    config = {**_settings(folder / LIVE_SETTINGS, notes), **_settings(folder / TRAIN_SETTINGS, notes)}
     train, validation = _rows(folder / METRICS, notes)
-    state = _document(folder / STATE, notes)
+    state = _document(folder / CHECKPOINTS / "last" / STATE, notes)
     totals = [row.get("total_steps") for row in (*train[-1:], state)]
     saved = state.get("step")
     return Run(
         folder=folder,
         name=folder.resolve().name,
         config=config,
-        live=(folder / LIVE).is_file(),
+        live=(folder / LIVE_SETTINGS).is_file(),
         at_work=run_at_work(folder),
         train=train,
         validation=validation,
@@ -130,8 +130,8 @@ def _refusal(folder: Path) -> str:
         return f"{folder} is a store: look at it with `dflash stats {folder}`"
     if (folder / LOCK).is_file():
         return f"{folder}: the run has not begun to train; look again later"
-    what = f"{folder} is no run: it has no {TRAIN}" if folder.is_dir() else f"{folder}: there is no such folder"
-    return f"{what}; give the --out of `dflash train` or `dflash live`"
+    what = f" is no run: it has no {TRAIN_SETTINGS}" if folder.is_dir() else ": there is no such folder"
+    return f"{folder}{what}; give the --out of `dflash train` or `dflash live`"
 
 
 def _rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:

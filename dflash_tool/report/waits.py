@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_tool.report.runs import Points, Row, Run, mapping, points
+from dflash_tool.schemas.run import STEP_PARTS
 
-PARTS = ("data", "forward", "backward", "drafters", "ranks", "reduce", "optimizer", "device")
 BETWEEN = "between steps"
 _NOTABLE = 0.02  # of a drafter's time: less waiting for the others isn't shown
 
@@ -63,7 +63,7 @@ def parts(run: Run) -> list[tuple[str, Points, float]]:
     """(part of a step, (step, share of the time since the row before), seconds in all), those that took any time."""
     rows = [(float(row["step"]), _by_part(row), _sum(row, "seconds")) for row in run.train]
     found = []
-    for part in (*PARTS, BETWEEN):
+    for part in (*STEP_PARTS, BETWEEN):
         shares = [(step, taken[part] / whole if whole else 0.0) for step, taken, whole in rows]
         found.append((part, shares, math.fsum(taken[part] for _, taken, _ in rows)))
     return [each for each in found if each[2] > 0]
@@ -71,7 +71,7 @@ def parts(run: Run) -> list[tuple[str, Points, float]]:
 
 def _by_part(row: Row) -> dict[str, float]:
     """Seconds by part; between steps (validating, saving) is what the others leave."""
-    taken = {name: _sum(row, f"{name}_seconds") for name in PARTS}
+    taken = {name: _sum(row, f"{name}_seconds") for name in STEP_PARTS}
     taken[BETWEEN] = max(0.0, _sum(row, "seconds") - math.fsum(taken.values()))
     return taken
 

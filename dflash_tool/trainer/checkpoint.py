@@ -23,10 +23,10 @@ from torch import Tensor
 from dflash_tool.drafter.files import save_drafter
 from dflash_tool.drafter.model import DFlashDraftModel
 from dflash_tool.errors import StoreError
+from dflash_tool.schemas.run import CHECKPOINTS, STATE
 from dflash_tool.schemas.train import TrainState
 from dflash_tool.store.files import TEMP_PREFIX, disk_errors, fsync_path, write_file
 
-FOLDER = "checkpoints"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -59,7 +59,7 @@ class Checkpoints:
     """The checkpoints of the run folder `run`; keeps the newest `keep` and the best."""
 
     def __init__(self, run: Path, *, keep: int) -> None:
-        self.folder = run / FOLDER
+        self.folder = run / CHECKPOINTS
         self._keep = keep
 
     def newest(self) -> Checkpoint | None:
@@ -79,7 +79,7 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
                 save_drafter(model, temporary)
                 save_file(_moments(model, optimizer), temporary / "optimizer.safetensors")
-                write_file(temporary / "state.json", state.model_dump_json(indent=2).encode())
+                write_file(temporary / STATE, state.model_dump_json(indent=2).encode())
                 for file in temporary.iterdir():
                     file.chmod(0o644)  # safetensors writes files that only their owner can read
                     fsync_path(file)
@@ -113,12 +113,12 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
-        return sorted(folder for folder in self.folder.glob("step-*") if (folder / "state.json").is_file())
+        return sorted(folder for folder in self.folder.glob("step-*") if (folder / STATE).is_file())
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder, its tensors not looked at. StoreError if its `state.json` is missing or damaged."""
-    path = folder / "state.json"
+    path = folder / STATE
     try:
         return Checkpoint(folder, TrainState.model_validate_json(path.read_bytes()))
     except (OSError, ValidationError) as error:

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dflash_tool.schemas.run import METRICS
 from dflash_tool.store.files import disk_errors, replace_file, write_all
 
-NAME = "metrics.jsonl"
 Write = Callable[[dict[str, Any]], None]
 
 
@@ -24,7 +24,7 @@ class MetricsLog:
     """
 
     def __init__(self, run: Path, *, after_step: int, say: Callable[[str], None]) -> None:
-        self.path = run / NAME
+        self.path = run / METRICS
         self._say: Callable[[str], None] | None = say
         self._waiting = b""
         with disk_errors(self.path, "write"):
@@ -69,7 +69,7 @@ class MetricsLog:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """All whole rows of a run; a last line that a kill cut off is left out."""
-    path = run / NAME
+    path = run / METRICS
     if not path.exists():
         return []
     rows = []

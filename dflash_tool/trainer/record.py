@@ -14,11 +14,10 @@ from dflash_tool.drafter.config import DrafterConfig
 from dflash_tool.drafter.conformance import TRAINING
 from dflash_tool.errors import DflashError
 from dflash_tool.schemas.manifest import Manifest
+from dflash_tool.schemas.run import CHECKPOINTS, STATE, TRAIN_SETTINGS
 from dflash_tool.schemas.train import TrainState
-from dflash_tool.trainer.checkpoint import FOLDER, Checkpoint, read_checkpoint
+from dflash_tool.trainer.checkpoint import Checkpoint, read_checkpoint
 from dflash_tool.trainer.metrics import read_metrics
-
-STATE = "state.json"
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -31,13 +30,13 @@ def find_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise DflashError(f"{path}: there is no such folder; give that of a run, or one of its checkpoints")
     for name in ("best", "last"):
-        if (path / FOLDER / name / STATE).is_file():
-            return read_checkpoint((path / FOLDER / name).resolve())
-    if (path / "train.yaml").is_file():
+        if (path / CHECKPOINTS / name / STATE).is_file():
+            return read_checkpoint((path / CHECKPOINTS / name).resolve())
+    if (path / TRAIN_SETTINGS).is_file():
         raise DflashError(f"the run {path} has no checkpoint yet: let `dflash train` come to --save-every steps")
     raise DflashError(
-        f"{path} is neither a run of `dflash train` (it has no {FOLDER}/) nor one of its checkpoints (no {STATE}); "
-        "a folder that engines load already is looked over with `dflash export --check`"
+        f"{path} is neither a run of `dflash train` (it has no {CHECKPOINTS}/) nor one of its checkpoints (no "
+        f"{STATE}); a folder that engines load already is looked over with `dflash export --check`"
     )
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 
 COMPUTE = ("forward", "backward", "device")
-PARTS = ("data", "forward", "backward", "drafters", "ranks", "reduce", "optimizer", "device")
 _HELD_UP_BY = {
     "data": ("reading hidden states", "more --loader-threads, a larger --inflight-gib or a faster disk would help"),
     "compute": ("the drafters' own forward and backward", "more drafters would help"),
