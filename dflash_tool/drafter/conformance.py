@@ -24,6 +24,7 @@ from dflash_tool.errors import DflashError
 
 TRAINING = "training.json"
 TOLERANCE = 1e-3  # of the largest value; fp32 against fp64 gives about 1e-5, a forgotten norm or a wrong angle 1e-1
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _CONTEXT, _NEWER = 9, 4  # positions that the first and the second call bring
 
 
@@ -56,6 +57,13 @@ def _keys(folder: Path, settings: DrafterConfig) -> list[str]:
     ]
     if raw.get("tie_word_embeddings"):
         found.append("config.json: tie_word_embeddings is true, but there is no embedding to tie: say false")
+    if raw.get("rope_theta") is None:
+        theta = settings.rope["rope_theta"]
+        found.append(f"config.json: rope_theta is missing at its top level, where some engines look: say {theta:g}")
+    if (kind := raw.get("dtype", raw.get("torch_dtype"))) not in _DTYPES:
+        found.append(f"config.json: dtype is {kind!r}, expected one of {', '.join(_DTYPES)}")
+    if raw.get("quantization_config"):
+        found.append("config.json: quantization_config is set, but the weights aren't quantised: take it out")
     kinds = raw.get("layer_types")
     if kinds is not None and len(kinds) != settings.num_layers:
         found.append(
