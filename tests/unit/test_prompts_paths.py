@@ -60,7 +60,7 @@ def test_files_that_are_none(folder: Path) -> None:
             check([folder / "sub"])
         with pytest.raises(DataError, match="can't read"):
             check([folder / "a.jsonl" / "below-a-file"])
-        with pytest.raises(DataError, match="pipe is no regular file.*write them to a file"):
+        with pytest.raises(DataError, match=r"pipe is no regular file.*write them to a file"):
             check([folder / "pipe"])
     (folder / "dangling.jsonl").symlink_to("nowhere")
     with pytest.raises(DataError, match=r"dangling\.jsonl: no such data file"):
