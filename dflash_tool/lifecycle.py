@@ -70,6 +70,10 @@ def check_out(out: Path, option: str = "--out") -> None:
     option: that gave it.
     """
     with disk_errors(out, "look at"):
+        if out.is_symlink() and not out.exists():
+            raise StoreError(
+                f"{option}: {out} is a link to nothing ({out.readlink()}); make that, or give another folder"
+            )
         if not out.exists():
             return
         if not out.is_dir():
@@ -115,7 +119,7 @@ def open_store(resolved: Resolved, telemetry: ExtractTelemetry) -> OpenStore:
     job = _plan_in(root, resolved, telemetry, earlier, fixed=fixed)
     if earlier is None and fixed:
         write_manifest(root, job.manifest)
-        _drop_damaged(root, telemetry, rehash=resolved.config.verify)
+        _drop_damaged(root, telemetry, rehash=resolved.config.verify, new_samples=True)
     recovered = recover(root, earlier.layers if earlier else resolved.layers)
     held = recovered.index.find(job.samples.sample_ids) >= 0
     if int(held.sum()) != len(recovered.index):
@@ -186,8 +190,11 @@ def _samples_fit(earlier: Manifest, now: Manifest) -> bool:
     return same_vocabulary and not _PREPARED_BY & {difference.name for difference in differences(earlier, now)}
 
 
-def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool) -> bool:
-    """Remove what is damaged and can be made again: shards, head, prepared samples. False if the manifest is wrong."""
+def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool, new_samples: bool = False) -> bool:
+    """Remove what is damaged and can be made again: shards, head, prepared samples. False if the manifest is wrong.
+
+    new_samples: they were prepared just now, so that `checksums.json` may tell of the old ones.
+    """
     done, total = 0, bytes_to_verify(root) if rehash else 0
 
     def progress(nbytes: int) -> None:
@@ -202,7 +209,7 @@ def _drop_damaged(root: Path, telemetry: ExtractTelemetry, *, rehash: bool) -> b
     with disk_errors(root, "remove damaged files in"):
         if lost_sums or any(root / HEAD in (path, *path.parents) for path in paths):
             shutil.rmtree(root / HEAD, ignore_errors=True)
-        if lost_sums or root / SAMPLES in paths:
+        if not new_samples and (lost_sums or root / SAMPLES in paths):
             (root / SAMPLES).unlink(missing_ok=True)
         if lost_sums or root / CONFIG in paths:
             (root / CONFIG).unlink(missing_ok=True)

@@ -59,7 +59,10 @@ def _load(resolved: Resolved, *, write_head: bool) -> dict[str, TargetModel]:
     if write_head:
         with disk_errors(root / HEAD, "write"):
             if temporary is not None:
-                resolved.tokenizer.save_pretrained(temporary)
+                try:
+                    resolved.tokenizer.save_pretrained(temporary)
+                except Exception as error:  # its backend raises nothing more special where the disk refuses
+                    raise OSError(f"{error} (the tokenizer)") from error
                 for file in (*temporary.iterdir(), temporary):
                     fsync_path(file)
                 shutil.rmtree(root / HEAD, ignore_errors=True)

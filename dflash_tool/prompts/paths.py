@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,8 +49,9 @@ def _status(path: Path) -> os.stat_result:
     try:
         if path.is_dir():
             raise DataError(f"{path} is a folder: {TAKES}; name the files in it, or a pattern such as '{path}/*.jsonl'")
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe that nobody writes to would wait for ever
+            raise DataError(f"{path} is no regular file, and data are read more than once: write them to a file first")
         with path.open("rb") as file:
-            file.seek(0, 2)  # a pipe can't: the data are read more than once
             return os.fstat(file.fileno())
     except FileNotFoundError:
         raise DataError(f"{path}: no such data file; {TAKES}") from None

@@ -155,4 +155,6 @@ def _checksum(fields: dict[str, Any]) -> str:
 
 
 def _damaged(path: Path, what: str) -> DamagedManifestError:
-    return DamagedManifestError(f"{path} is damaged: {what}; restore a copy, or extract again into another folder")
+    return DamagedManifestError(
+        f"{path} is damaged: {what}; restore a copy, or run the extract that made it again: it makes it anew"
+    )

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -13,15 +14,21 @@ from dflash_tool.target.folder import TargetFolder
 
 
 def write_head(model: Any, target: TargetFolder, folder: Path) -> None:
-    """Write `head.safetensors`, the tensors of `head_tensors` in their own dtype, and the target's full config.json."""
-    tensors = head_tensors(model, target)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: value.detach().contiguous().cpu() for name, value in tensors.items()},
-        folder / "head.safetensors",
-    )
-    (folder / "head.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
-    (folder / "config.json").write_bytes((target.path / "config.json").read_bytes())
+    """Write `head.safetensors`, the tensors of `head_tensors` in their own dtype, and the target's full config.json.
+
+    Raises TargetError also where the disk refuses.
+    """
+    tensors = {name: value.detach().contiguous().cpu() for name, value in head_tensors(model, target).items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "head.safetensors")
+        (folder / "head.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
+        (folder / "config.json").write_bytes((target.path / "config.json").read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise TargetError(
+            f"can't write the target's head to {folder}: {error}; check the disk (is it full?) and run the same "
+            "command again: committed shards are kept"
+        ) from error
 
 
 def head_tensors(model: Any, target: TargetFolder) -> dict[str, Tensor]:

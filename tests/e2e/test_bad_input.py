@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from dflash_tool.store.reader import HiddenStore
 
@@ -118,6 +119,9 @@ def test_out_that_holds_something_else(words: list[object], tmp_path: Path, dfla
     shutil.rmtree(store)
     store.write_text("a file")
     _refused(dflash(*words), 1, "is a file")
+    store.unlink()
+    store.symlink_to("nowhere")
+    _refused(dflash(*words), 1, "is a link to nothing (nowhere)")
 
 
 def test_a_store_of_other_settings_or_data(words: list[object], tmp_path: Path, dflash: Run) -> None:
@@ -233,6 +237,26 @@ def test_a_disk_that_fills_up_leaves_committed_shards_good(
     done = dflash(*words, *small, "--json")
     assert json.loads(done.out)["held_samples"] == held
     assert dflash("stats", out, "--verify").code == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("dflash_tool.target.head.save_file", SafetensorError),
+        ("transformers.PreTrainedTokenizerFast.save_pretrained", Exception),
+    ],
+)
+def test_a_disk_that_refuses_the_head(
+    words: list[object], tmp_path: Path, dflash: Run, monkeypatch: pytest.MonkeyPatch, what: str, error: type[Exception]
+) -> None:
+    def full(*_: object) -> None:
+        raise error("No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(what, full)
+        _refused(dflash(*words), 1, "can't write", "head", "No space left", "run the same command again")
+    assert dflash(*words).code == 0
+    assert dflash("stats", tmp_path / "store", "--verify").code == 0
 
 
 def test_stats_of_what_is_no_store(tmp_path: Path, dflash: Run) -> None:

@@ -75,3 +75,18 @@ def test_a_lost_manifest_is_not_replaced_by_that_of_other_settings(finished: Sto
     assert "made with other settings" in refused.err
     assert dflash(*words, "--out", out).code == 0
     assert contents(out) == contents(finished.out)
+
+
+@pytest.mark.parametrize("also_lost", [[], ["checksums.json"]])
+def test_a_lost_manifest_and_data_that_were_moved(
+    finished: Store, copied: Store, tmp_path: Path, dflash: Run, also_lost: list[str]
+) -> None:
+    """Prepared again, samples.arrow names other sources: it is not the file that checksums.json lists."""
+    words, out = list(copied.words), copied.out
+    place = words.index("--data") + 1
+    words[place] = shutil.copy(str(words[place]), tmp_path / "a-longer-name-elsewhere.jsonl")
+    for name in ["manifest.json", *also_lost]:
+        (out / name).unlink()
+    assert dflash(*words, "--out", out).code == 0
+    assert dflash("stats", out, "--verify").code == 0
+    assert contents(out) == contents(finished.out)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from dflash_tool import pipeline
 from dflash_tool.errors import DflashError
 from dflash_tool.schemas.config import ExtractConfig
+from dflash_tool.store.lock import RunLock
 from dflash_tool.store.manifest import read_manifest
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.target import write_head
@@ -103,6 +104,37 @@ def test_dry_run_says_what_then_happens(
     on_disk = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     assert abs(plan["disk_bytes"]["total"] / on_disk - 1) < 0.01
     assert result["run"]["peak_inflight_bytes"] <= plan["peak_inflight_bytes"] <= plan["inflight_limit_bytes"]
+
+
+def test_shards_are_committed_at_their_age(
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, dflash: Run
+) -> None:
+    """While the run goes on, not only at its end: with next to no age, each batch is a shard."""
+    out = tmp_path / "store"
+    words = ("extract", "--target", random_target(), "--data", token_rows(60), "--out", out, "--layers", 1, *SMALL)
+    batches = json.loads(dflash(*words, "--dry-run", "--json").out)["batches"]
+    assert dflash(*words, "--commit-every", 1e-9).code == 0
+    assert json.loads(dflash("stats", out, "--json").out)["shards"] == batches > 6
+
+
+def test_a_run_that_lost_its_lock_stops(
+    random_target: Callable[..., Path],
+    token_rows: Callable[..., Path],
+    tmp_path: Path,
+    dflash: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "store"
+    words = ("extract", "--target", random_target(), "--data", token_rows(60), "--out", out, "--layers", 1, *SMALL)
+    acquire = RunLock.acquire
+    with monkeypatch.context() as patched:
+        patched.setattr(RunLock, "acquire", lambda lock: (acquire(lock), setattr(lock, "lost", True)))
+        stopped = dflash(*words)
+    assert stopped.code == 1
+    assert "of this run is gone or has been taken over" in stopped.err
+    assert 0 < HiddenStore.open(out).committed.sum() < 60
+    assert dflash(*words).code == 0
+    assert read_manifest(out).complete
 
 
 def test_shards_hold_no_padding(

@@ -52,6 +52,7 @@ def test_the_same_file_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_files_that_are_none(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
     for check in (check_files, find_files):
         with pytest.raises(DataError, match="no such data file"):
             check([folder / "missing.jsonl"])
@@ -59,6 +60,8 @@ def test_files_that_are_none(folder: Path) -> None:
             check([folder / "sub"])
         with pytest.raises(DataError, match="can't read"):
             check([folder / "a.jsonl" / "below-a-file"])
+        with pytest.raises(DataError, match=r"pipe is no regular file.*write them to a file"):
+            check([folder / "pipe"])
     (folder / "dangling.jsonl").symlink_to("nowhere")
     with pytest.raises(DataError, match=r"dangling\.jsonl: no such data file"):
         find_files([folder / "*.jsonl"])

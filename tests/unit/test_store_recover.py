@@ -16,6 +16,7 @@ import pytest
 from dflash_tool.errors import StoreError
 from dflash_tool.store import writer as writer_module
 from dflash_tool.store.layout import ShardName
+from dflash_tool.store.manifest import write_manifest
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.recover import drop_shards, read_index, recover
 from dflash_tool.store.verify import verify
@@ -143,7 +144,9 @@ def test_everything_is_durable_before_the_step_that_needs_it(tmp_path: Path, mon
         writer = make_writer(made.root, made.manifest)
         append(made, writer, 2)
         writer.commit_all()
-    assert renames == ["index", "shards"]
+        write_manifest(made.root, made.manifest)
+    assert renames == ["index", "shards", "store"]
+    assert str(made.root) not in unsynced
     assert not [path for path in unsynced if path.startswith(str(made.root / "index"))]
     assert str(made.root / "shards") not in unsynced
 
