@@ -53,9 +53,10 @@ def _read_yaml(file: Path, known: set[str]) -> dict[str, Any]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config: can't read {file}: {error}") from error
+        raise ConfigError(f"--config: can't read {file}: {getattr(error, 'strerror', error)}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config: {file} is not YAML: {error}") from error
+        where = f" line {mark.line + 1}:" if (mark := getattr(error, "problem_mark", None)) else ""
+        raise ConfigError(f"--config: {file} is not YAML:{where} {getattr(error, 'problem', error)}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

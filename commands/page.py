@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -29,7 +30,8 @@ class Page(TyperCommand):
         return _switches(params)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the arguments in; one that isn't known is told which was meant."""
+        """Take the arguments in; one that isn't known is told which was meant. An empty one is refused."""
+        _refuse_empty(args, ctx)
         with _suggesting():
             return super().parse_args(ctx, args)
 
@@ -55,12 +57,22 @@ def _switches(params: list[Any]) -> list[Any]:
     return params
 
 
+def _refuse_empty(args: list[str], ctx: Any) -> None:
+    """An empty value, as a shell variable that isn't set gives, would mean the current folder."""
+    for before, arg in pairwise(["", *args]):
+        name, equals, value = arg.partition("=")
+        if not arg or (name.startswith("--") and equals and not value):
+            option = name if equals else before if before.startswith("-") else "an argument"
+            raise typer.BadParameter(f"{option}: got an empty value (of a variable that isn't set?)", ctx)
+
+
 @contextmanager
 def _suggesting() -> Iterator[None]:
     """Of the options that look like what was typed, name the one most alike."""
     try:
         yield
     except typer.TyperException as error:
+        error.message = error.message.removeprefix("Value error, ")
         alike, error.possibilities = getattr(error, "possibilities", None), None  # type: ignore[attr-defined]
         if alike:
             error.message += f". Did you mean {alike[0]}?"

@@ -109,13 +109,13 @@ def check_edges(edges: Sequence[int]) -> tuple[int, ...]:
     """
     remedy = "give ascending whole numbers of tokens, for example 256,512,1024"
     if not len(edges):
-        raise ConfigError(f"bucket edges: got none, at least one is needed; {remedy}")
+        raise ConfigError(f"--buckets: got no edges, at least one is needed; {remedy}")
     for place, edge in enumerate(edges):
         if edge != int(edge) or edge < 1:
-            raise ConfigError(f"bucket edges: number {place + 1} is {edge}, allowed 1 or more; {remedy}")
+            raise ConfigError(f"--buckets: edge number {place + 1} is {edge}, allowed 1 or more; {remedy}")
         if place and edge <= edges[place - 1]:
             raise ConfigError(
-                f"bucket edges: number {place + 1} is {edge}, but number {place} is {edges[place - 1]}; {remedy}"
+                f"--buckets: edge number {place + 1} is {edge}, but number {place} is {edges[place - 1]}; {remedy}"
             )
     return tuple(int(edge) for edge in edges)
 

@@ -116,11 +116,14 @@ def choose_mask_token(tokenizer: Any, vocab_rows: int, requested: int | None = N
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        template = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"--chat-template {path}: not UTF-8; it takes a Jinja template") from None
     except OSError as error:
         raise ConfigError(f"--chat-template {path}: can't read this file: {error.strerror or error}") from error
+    if not template.strip():
+        raise ConfigError(f"--chat-template {path}: this file is empty; it takes a Jinja template")
+    return template
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -41,16 +41,19 @@ def words(random_target: Callable[..., Path], token_rows: Callable[..., Path], t
         (["--inflight-gib", "0.000001"], 2, ["the largest batch needs", "--inflight-gib", "--batch-tokens"]),
         (["--inflight-gib", "0"], 2, ["--inflight-gib", "greater than 0"]),
         (["--max-length", "100000"], 2, ["--max-length", "256 tokens"]),
-        (["--buckets", "8,4"], 2, ["edges", "ascending"]),
+        (["--buckets", "8,4"], 2, ["--buckets: edge number 2 is 4", "ascending"]),
         (["--buckets", "8,16"], 2, ["last edge is 16", "--max-length 16"]),
         (["--buckets", "0"], 2, ["--buckets"]),
         (["--store-dtype", "int8"], 2, ["--store-dtype", "bfloat16"]),
         (["--target-device", "tpu"], 2, ["tpu"]),
         (["--mask-token-id", "95"], 2, ["--mask-token-id", "eos"]),
-        (["--config", "nowhere.yaml"], 2, ["--config", "nowhere.yaml"]),
+        (["--config", "nowhere.yaml"], 2, ["--config: can't read nowhere.yaml: No such file or directory"]),
+        (["--config", "broken.yaml"], 2, ["--config: broken.yaml is not YAML: line 2: expected ',' or ']'"]),
         (["--chat-template", "nowhere.jinja"], 2, ["--chat-template"]),
         (["--template-arg", "noequals"], 2, ["--template-arg"]),
         (["--no-such-option"], 2, ["--no-such-option"]),
+        (["--out", ""], 2, ["--out: got an empty value"]),
+        (["--target="], 2, ["--target: got an empty value"]),
     ],
 )
 def test_wrong_options(
@@ -58,6 +61,7 @@ def test_wrong_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text("layers: [1\nseed: 2\n")
     replaced = {"--target", "--data"} & set(options)
     given = list(words)
     for option in replaced:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_tool.store.manifest import differences, read_manifest
+from dflash_tool.store.reader import HiddenStore
 
 from .running import Store, contents
 
@@ -62,9 +63,15 @@ def test_damage_is_found_and_made_again(finished: Store, copied: Store, dflash: 
 
 
 def test_a_shard_that_is_gone(finished: Store, copied: Store, dflash: Run) -> None:
+    """It alone is computed again: batches hold one bucket, which has one shard here."""
     words, out = copied
-    shutil.rmtree(next((out / "shards").glob("b1-*")))
+    (shard,) = (out / "shards").glob("b1-*")
+    shutil.rmtree(shard)
     _settle(words, out, finished.out, dflash)
+    run = read_manifest(out).run
+    assert run is not None
+    samples = HiddenStore.open(finished.out).samples
+    assert run.real_tokens == samples.lengths[samples.buckets == 1].sum()
 
 
 def test_a_lost_manifest_is_not_replaced_by_that_of_other_settings(finished: Store, copied: Store, dflash: Run) -> None:

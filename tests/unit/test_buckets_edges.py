@@ -74,7 +74,7 @@ def test_a_sample_goes_to_the_first_bucket_that_holds_it(lengths: list[int], edg
 def test_edges_of_a_user_are_checked() -> None:
     assert check_edges([256, 512]) == (256, 512)
     for edges, message in (
-        ([], "got none.*for example 256,512"),
+        ([], "got no edges.*for example 256,512"),
         ([0, 5], "number 1 is 0, allowed 1 or more"),
         ([-3], "number 1 is -3"),
         ([5, 5], "number 2 is 5, but number 1 is 5; give ascending"),

@@ -56,6 +56,9 @@ def test_template_files_that_are_none(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xe9")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load_tokenizer(folder, chat_template=tmp_path / "latin")
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigError, match="this file is empty"):
+        load_tokenizer(folder, chat_template=tmp_path / "empty")
 
 
 def test_slow_tokenizers_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

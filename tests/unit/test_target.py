@@ -111,6 +111,18 @@ def test_runs_no_layer_and_no_head_beyond_the_deepest(random_target: Callable[..
     assert not any("lm_head" in name for name in modules)
 
 
+def test_a_causal_target_gets_no_attention_mask(random_target: Callable[..., Path]) -> None:
+    """It would change no number, and cost the fast paths of attention."""
+    target, masks = _load(random_target("qwen3"), (1,)), []
+
+    def look(_module: object, _args: object, kwargs: dict[str, Any]) -> None:
+        masks.append(kwargs["attention_mask"])
+
+    target.decoder.register_forward_pre_hook(look, with_kwargs=True)
+    target.capture(_batch()[0], LENGTHS)
+    assert masks == [None]
+
+
 def test_non_finite_samples_are_named(random_target: Callable[..., Path]) -> None:
     """A token whose embedding is NaN spoils the samples that hold it, and those alone."""
     target = _load(random_target("qwen3", tied=False), (1, 2))
