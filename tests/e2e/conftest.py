@@ -1,12 +1,21 @@
-"""A finished store, made once, and copies of it to spoil; stores of other targets and sizes, each made once."""
+"""A finished store and copies of it to spoil; stores of other targets and sizes; processes that start fast."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from .running import Store
+from .running import ENV, Store
+from .warm import Warm
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Starts the command line in processes that don't have to import anything first."""
+    with closing(Warm(ENV)) as python:
+        yield python
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.store.reader import HiddenStore
 
+from .warm import Run
+
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
@@ -55,7 +57,7 @@ def bytes_under(folder: Path) -> int:
     return total
 
 
-def wait_until(run: "subprocess.Popen[Any]", reached: Callable[[], bool]) -> None:
+def wait_until(run: "subprocess.Popen[Any] | Run", reached: Callable[[], bool]) -> None:
     """Look again and again until the run has come far enough, or has ended."""
     while run.poll() is None and not reached():
         with suppress(subprocess.TimeoutExpired):
