@@ -1,21 +1,12 @@
-"""A finished store and copies of it to spoil; stores of other targets and sizes; processes that start fast."""
+"""A finished store, made once, and copies of it to spoil; stores of other targets and sizes, each made once."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from .running import ENV, Store
-from .warm import Warm
-
-
-@pytest.fixture(scope="session")
-def warm() -> Iterator[Warm]:
-    """Starts the command line in processes that don't have to import anything first."""
-    with closing(Warm(ENV)) as python:
-        yield python
+from .running import Store
 
 
 @pytest.fixture(scope="session")

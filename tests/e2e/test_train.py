@@ -16,6 +16,7 @@ from dflash_tool.pipeline import train_run
 from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer.metrics import read_metrics
+from tests.warm import Warm
 
 from .running import ENV, wait_until
 
@@ -85,18 +86,17 @@ def _rows(run: Path, kind: str) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in read_metrics(run) if row["kind"] == kind]
 
 
-def test_killed_and_resumed_to_the_bit(store: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_to_the_bit(store: Path, tmp_path: Path, warm: Warm) -> None:
     unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
     words = [sys.executable, "-m", "dflash_tool"]
     subprocess.run([*words, *_words(store, unbroken)], env=ENV, check=True, capture_output=True)
-    quiet = {"env": ENV, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     for steps in (2, 5, 9):
-        run = subprocess.Popen([*words, *_words(store, killed)], **quiet)
+        run = warm.start([*words, *_words(store, killed)])
         wait_until(run, lambda steps=steps: len(_rows(killed, "train")) >= steps)
         run.send_signal(signal.SIGKILL)
         run.communicate()
         assert run.returncode == -signal.SIGKILL
-    subprocess.run([*words, *_words(store, killed)], env=ENV, check=True, capture_output=True)
+    warm.start([*words, *_words(store, killed)]).end()
     assert _rows(killed, "train") == _rows(unbroken, "train")
     assert _rows(killed, "validation") == _rows(unbroken, "validation")
     ours, theirs = _weights(killed), _weights(unbroken)
@@ -128,10 +128,10 @@ def test_a_finished_run_has_what_engines_and_people_need(store: Path, tmp_path: 
     assert again["steps"] == 0
 
 
-def test_stopped_in_order(store: Path, tmp_path: Path) -> None:
+def test_stopped_in_order(store: Path, tmp_path: Path, warm: Warm) -> None:
     out = tmp_path / "run"
     words = [sys.executable, "-m", "dflash_tool", *_words(store, out, epochs=500, save_every=1000, val_every=1000)]
-    run = subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = warm.start(words)
     wait_until(run, lambda: len(_rows(out, "train")) >= 3)
     run.send_signal(signal.SIGTERM)
     _, err = run.communicate(timeout=60)

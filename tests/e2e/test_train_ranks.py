@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from dflash_tool import pipeline
 from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.store.layout import array_file
 from dflash_tool.trainer.metrics import read_metrics
+from tests.warm import Warm
 
-from .running import ENV, torchrun_words, wait_until, workers
-from .warm import Warm
+from .running import torchrun_words, wait_until, workers
 
 OPTIONS = {
     "block_size": 4, "draft_layers": 1, "anchors": 8, "batch_samples": 16, "epochs": 6, "lr": 1e-3,
@@ -32,12 +31,6 @@ def words(store: Path, out: Path, **changed: object) -> list[str]:
     options = {"store": store, "out": out, **OPTIONS, **changed}
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return [sys.executable, "-m", "dflash_tool", "train", *flags]
-
-
-def torchrun(command: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        torchrun_words(2, command), env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
 
 
 def train(warm: Warm, world: int, command: list[str]) -> dict[str, Any]:
@@ -93,10 +86,10 @@ def same_bits(one: Path, other: Path) -> None:
 
 def test_two_ranks_of_two_drafters_twice(store: Path, alone: Path, tmp_path: Path, warm: Warm) -> None:
     """Both combine; nothing depends on who is faster."""
-    launched = torchrun([*words(store, tmp_path / "a", drafters=2), "--json"])
-    out, err = launched.communicate(timeout=240)
-    assert launched.returncode == 0, err
-    assert json.loads(out).items() >= {"ranks": 2, "drafters": 4}.items()  # one document: the other rank is silent
+    launched = warm.start(torchrun_words(2, [*words(store, tmp_path / "a", drafters=2), "--json"]))
+    assert (
+        json.loads(launched.end()).items() >= {"ranks": 2, "drafters": 4}.items()
+    )  # one document: the other rank is silent
     train(warm, 2, words(store, tmp_path / "b", drafters=2))
     assert_same_run(tmp_path / "a", alone)
     same_bits(tmp_path / "a", tmp_path / "b")
@@ -130,9 +123,9 @@ def test_resumed_in_an_epoch_on_another_number_of_ranks(
 def test_a_rank_that_is_killed(store: Path, alone: Path, tmp_path: Path, warm: Warm, victim: int) -> None:
     """The other one stops within a minute and says why; a rerun goes on to the same end."""
     out = tmp_path / "run"
-    run = torchrun(words(store, out))
+    run = warm.start(torchrun_words(2, words(store, out)))
     wait_until(run, lambda: len(rows(out)) >= 5)
-    os.kill(workers(run.pid)[victim], signal.SIGKILL)
+    os.kill(workers(run.ranks[0].pid)[victim], signal.SIGKILL)
     _, said = run.communicate(timeout=60)
     assert run.returncode != 0
     gone = f"rank {victim} has given no sign of life", "another rank was lost while gradients were added up"

@@ -1,6 +1,6 @@
 """Processes forked from one Python that has imported everything: real ones, to be killed, without seconds of imports.
 
-Run as a script it is that Python. Each request on its socket makes a waiter, which forks the process that becomes the
+`python -m tests.warm` is that Python. Each request on its socket makes a waiter, which forks the process that becomes the
 command and tells how it ends. Only a process without a second thread may fork, and only it knows of its children.
 """
 
@@ -10,6 +10,7 @@ import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from torch.distributed import TCPStore
 MODULES = (
     "dflash_tool.commands.app", "dflash_tool.commands.train_tables", "dflash_tool.commands.extract_tables",
     "dflash_tool.commands.live_tables", "dflash_tool.pipeline", "dflash_tool.trainer.board", "torch._dynamo",
-    "torch.distributed", "transformers.modeling_rope_utils", "transformers.models.auto.tokenization_auto",
+    "torch.distributed.run", "transformers.modeling_rope_utils", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 
@@ -37,16 +38,17 @@ class Warm:
         self._env = env
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            words = [sys.executable, __file__, str(theirs.fileno())]
+            words = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
             self._python = subprocess.Popen(
                 words,
+                cwd=Path(__file__).parents[1],
                 env={**env, "JE_ARROW_MALLOC_CONF": "background_thread:false"},  # pyarrow's
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
 
     def start(self, words: Sequence[str], world: int = 1) -> "Run":
-        """Begin `python -m dflash_tool ...` on so many ranks, which meet at a store of this process."""
+        """Begin `python -m MODULE ...` on so many ranks, which meet at a store of this process."""
         if world == 1:
             return Run([self._fork(words, {})])
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -56,10 +58,10 @@ class Warm:
         return Run([self._fork(words, {name: str(value) for name, value in env.items()}) for env in ranks], store)
 
     def _fork(self, words: Sequence[str], env: Mapping[str, str]) -> "Process":
-        assert list(words[1:3]) == ["-m", "dflash_tool"]
+        assert words[1] == "-m"
         out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - `said` closes them
         reads, writes = os.pipe()
-        request = json.dumps({"words": words[3:], "env": {**self._env, **env}, "folder": str(Path.cwd())})
+        request = json.dumps({"words": words[2:], "env": {**self._env, **env}, "folder": str(Path.cwd())})
         socket.send_fds(self._socket, [request.encode()], [writes, out.fileno(), err.fileno()])
         os.close(writes)
         return Process(os.fdopen(reads), out, err)
@@ -105,6 +107,12 @@ class Run:
         """0 if all ranks ended with it, else the first that is another."""
         codes = [rank.returncode for rank in self.ranks]
         return None if None in codes else next(filter(None, codes), 0)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def poll(self) -> int | None:
         with suppress(subprocess.TimeoutExpired):
@@ -175,5 +183,5 @@ def _wait_for(status: int, out: int, err: int, words: list[str], env: dict[str, 
 
 
 if __name__ == "__main__":
-    sys.argv = ["dflash", *serve(socket.socket(fileno=int(sys.argv[1])))]
-    runpy.run_module("dflash_tool", run_name="__main__", alter_sys=True)
+    sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
