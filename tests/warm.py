@@ -1,7 +1,7 @@
-"""Processes forked from one Python that has imported everything: real ones, to be killed, without seconds of imports.
+"""Processes forked from one Python that has imported everything: real ones, to be killed, without waiting for imports.
 
-`python -m tests.warm` is that Python. Each request on its socket makes a waiter, which forks the process that becomes the
-command and tells how it ends. Only a process without a second thread may fork, and only it knows of its children.
+`python -m tests.warm` is that Python. For each request on its socket it forks a waiter, which forks the process that
+becomes the command and tells how that ends. A fork copies one thread only, so what is imported must start no other.
 """
 
 import gc

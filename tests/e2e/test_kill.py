@@ -24,7 +24,7 @@ def test_killed_at_random_moments(
     random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, warm: Warm,
     dflash: Callable[..., object],
 ) -> None:  # fmt: skip
-    target, data = random_target(), token_rows(3000, longest=250)
+    target, data = random_target(), token_rows(2000, longest=250)
     unbroken, out = tmp_path / "unbroken", tmp_path / "killed"
     pipeline.extract(extract_config(target, data, unbroken))
     whole = bytes_under(unbroken)

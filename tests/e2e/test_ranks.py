@@ -21,7 +21,7 @@ def alone(
 ) -> Path:
     """The store of one process."""
     out = tmp_path_factory.mktemp("alone") / "store"
-    pipeline.extract(extract_config(random_target(), token_rows(1500, longest=250), out))
+    pipeline.extract(extract_config(random_target(), token_rows(1000, longest=250), out))
     return out
 
 
@@ -31,7 +31,7 @@ def test_a_killed_rank_and_a_rerun_with_other_ranks(
     victim: int,
 ) -> None:  # fmt: skip
     shared = tmp_path / "shared"
-    words = extract_words(random_target(), token_rows(1500, longest=250), shared)
+    words = extract_words(random_target(), token_rows(1000, longest=250), shared)
     run = warm.start(torchrun_words(2, words))
     wait_until(run, lambda: bytes_under(shared / "shards") > 0.3 * bytes_under(alone / "shards"))
     os.kill(workers(run.ranks[0].pid)[victim], signal.SIGKILL)

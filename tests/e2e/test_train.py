@@ -237,7 +237,15 @@ def test_a_full_disk_while_saving_is_said_and_the_run_goes_on(
 def test_overfits_a_few_samples(store: Path, tmp_path: Path) -> None:
     """8 samples, seen often: nearly every block is drafted right, so anchor tau nears what labels allow."""
     config = _config(
-        store, tmp_path / "run", batch_samples=8, epochs=400, max_steps=400, anchors=64, val_fraction=0, draft_layers=2
+        store,
+        tmp_path / "run",
+        batch_samples=8,
+        epochs=120,
+        max_steps=120,
+        lr=3e-3,
+        anchors=64,
+        val_fraction=0,
+        draft_layers=2,
     )
     run = train_run.open_run(config, TrainTelemetry())
     rows = run.train_rows[:8]
@@ -249,7 +257,7 @@ def test_overfits_a_few_samples(store: Path, tmp_path: Path) -> None:
         batch_samples=8, context_budget=4096, block_budget=8192,
     )  # fmt: skip
     with MixingLoader(
-        run.store, rows, plan, layers=(1, 3), epochs=400, window_bytes=1 << 28, threads=1, verify="first"
+        run.store, rows, plan, layers=(1, 3), epochs=120, window_bytes=1 << 28, threads=1, verify="first"
     ) as loader:
         for step in loader:
             run.loop.step(step)

@@ -87,9 +87,8 @@ def same_bits(one: Path, other: Path) -> None:
 def test_two_ranks_of_two_drafters_twice(store: Path, alone: Path, tmp_path: Path, warm: Warm) -> None:
     """Both combine; nothing depends on who is faster."""
     launched = warm.start(torchrun_words(2, [*words(store, tmp_path / "a", drafters=2), "--json"]))
-    assert (
-        json.loads(launched.end()).items() >= {"ranks": 2, "drafters": 4}.items()
-    )  # one document: the other rank is silent
+    said = json.loads(launched.end())  # one document: the other rank is silent
+    assert (said["ranks"], said["drafters"]) == (2, 4)
     train(warm, 2, words(store, tmp_path / "b", drafters=2))
     assert_same_run(tmp_path / "a", alone)
     same_bits(tmp_path / "a", tmp_path / "b")
