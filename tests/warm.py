@@ -35,7 +35,6 @@ class Warm:
     """The Python that forks; `close` ends it."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             words = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
@@ -61,7 +60,7 @@ class Warm:
         assert words[1] == "-m"
         out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - `said` closes them
         reads, writes = os.pipe()
-        request = json.dumps({"words": words[2:], "env": {**self._env, **env}, "folder": str(Path.cwd())})
+        request = json.dumps({"words": words[2:], "env": env})
         socket.send_fds(self._socket, [request.encode()], [writes, out.fileno(), err.fileno()])
         os.close(writes)
         return Process(os.fdopen(reads), out, err)
@@ -154,7 +153,7 @@ def serve(requests: socket.socket) -> list[str]:
     while True:
         request, files, _, _ = socket.recv_fds(requests, 1 << 16, 3)
         with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
+            while os.waitpid(-1, os.WNOHANG)[0]:  # waiters that have ended
                 pass
         if not request:
             os._exit(0)
@@ -165,7 +164,7 @@ def serve(requests: socket.socket) -> list[str]:
             os.close(file)
 
 
-def _wait_for(status: int, out: int, err: int, words: list[str], env: dict[str, str], folder: str) -> list[str]:
+def _wait_for(status: int, out: int, err: int, words: list[str], env: dict[str, str]) -> list[str]:
     """Fork once more; tell the child's pid and exit code."""
     if pid := os.fork():
         os.write(status, f"{pid}\n".encode())
@@ -176,9 +175,7 @@ def _wait_for(status: int, out: int, err: int, words: list[str], env: dict[str, 
     for file, stream in ((out, 1), (err, 2)):
         os.dup2(file, stream)
         os.close(file)
-    os.environ.clear()
     os.environ.update(env)
-    os.chdir(folder)
     return words
 
 
