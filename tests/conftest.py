@@ -1,9 +1,10 @@
-"""Shared by all tests: one torch thread, no network, tiny random targets."""
+"""Shared by all tests: one torch thread, no network, tiny random targets, processes that start fast."""
 
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from .warm import Warm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -138,6 +141,13 @@ def random_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Starts Python modules in processes that don't have to import anything first."""
+    with closing(Warm(os.environ | {"OMP_NUM_THREADS": "1"})) as python:
+        yield python
 
 
 class CommandResult(NamedTuple):

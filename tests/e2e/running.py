@@ -12,6 +12,7 @@ from dflash_tool import pipeline
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.store.reader import HiddenStore
+from tests.warm import Run
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -23,12 +24,17 @@ class Store(NamedTuple):
     out: Path
 
 
+SMALL = {"batch_tokens": 512, "inflight_gib": 0.01, "shard_mib": 0.4, "commit_every": 0.3}
+
+
+def extract_config(target: Path, data: Path, out: Path) -> ExtractConfig:
+    """An extraction in many small batches and shards."""
+    return ExtractConfig.model_validate({"target": str(target), "data": [data], "out": out, **SMALL})
+
+
 def extract_words(target: Path, data: Path, out: Path, **changed: object) -> list[str]:
-    """The command line of an extraction in many small batches and shards."""
-    options = {
-        "target": target, "data": data, "out": out, "batch_tokens": 512, "inflight_gib": 0.01,
-        "shard_mib": 0.4, "commit_every": 0.3,
-    } | changed  # fmt: skip
+    """The command line of the same extraction."""
+    options = {"target": target, "data": data, "out": out, **SMALL, **changed}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return [sys.executable, "-m", "dflash_tool", "extract", *words]
 
@@ -55,7 +61,7 @@ def bytes_under(folder: Path) -> int:
     return total
 
 
-def wait_until(run: "subprocess.Popen[Any]", reached: Callable[[], bool]) -> None:
+def wait_until(run: "subprocess.Popen[Any] | Run", reached: Callable[[], bool]) -> None:
     """Look again and again until the run has come far enough, or has ended."""
     while run.poll() is None and not reached():
         with suppress(subprocess.TimeoutExpired):

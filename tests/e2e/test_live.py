@@ -3,7 +3,6 @@
 import itertools
 import json
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +21,11 @@ from dflash_tool.store.reader import HiddenStore
 from dflash_tool.target import TargetModel
 from dflash_tool.trainer import Replica
 from dflash_tool.trainer.metrics import read_metrics
+from tests.warm import Warm
 
 from .live_kit import config as config_of
 from .live_kit import losses, weights, words
-from .running import ENV, contents, wait_until
+from .running import contents, wait_until
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
 
@@ -102,19 +102,20 @@ def test_several_targets_and_drafters_take_the_same_steps(
 
 @pytest.mark.parametrize("tee", [True, False])
 def test_killed_and_run_again_is_the_unbroken_run(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, tee: bool
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, warm: Warm, tee: bool
 ) -> None:
     """SIGKILL at three moments, with a checkpoint every few steps: equal losses, weights and stores."""
     target, data = random_target(), token_rows(100)
-    for name in ("unbroken", "killed"):
-        command = words(target, data, tmp_path / name, **({"tee": tmp_path / f"{name}-store"} if tee else {}))
-        for steps in (1, 4, 8) if name == "killed" else ():
-            run = subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            wait_until(run, lambda steps=steps: len(losses(tmp_path / "killed")) >= steps)
-            run.send_signal(signal.SIGKILL)
-            run.communicate()
-            assert run.returncode == -signal.SIGKILL
-        subprocess.run(command, env=ENV, check=True, capture_output=True)
+    changed = [{"tee": tmp_path / f"{name}-store"} if tee else {} for name in ("unbroken", "killed")]
+    pipeline.live(config_of(target, data, tmp_path / "unbroken", **changed[0]))
+    command = words(target, data, tmp_path / "killed", **changed[1])
+    for steps in (1, 4, 8):
+        run = warm.start(command)
+        wait_until(run, lambda steps=steps: len(losses(tmp_path / "killed")) >= steps)
+        run.send_signal(signal.SIGKILL)
+        run.communicate()
+        assert run.returncode == -signal.SIGKILL
+    warm.start(command).end()
     assert losses(tmp_path / "killed") == losses(tmp_path / "unbroken")
     ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "unbroken")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -125,8 +126,9 @@ def test_killed_and_run_again_is_the_unbroken_run(
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_stopped_in_order(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, signum: int, code: int
-) -> None:
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, warm: Warm, signum: int,
+    code: int,
+) -> None:  # fmt: skip
     """Targets run ahead until the window is full; the signal ends the step, saves and says how to go on."""
     out = tmp_path / "run"
     command = words(
@@ -139,7 +141,7 @@ def test_stopped_in_order(
         inflight_gib=0.0001,
         targets=2,
     )
-    run = subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = warm.start(command)
     wait_until(run, lambda: len(losses(out)) >= 3)
     run.send_signal(signum)
     _, err = run.communicate(timeout=120)

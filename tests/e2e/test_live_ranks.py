@@ -3,28 +3,17 @@
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dflash_tool import pipeline
 from dflash_tool.store.reader import HiddenStore
+from tests.warm import Warm
 
 from .live_kit import config, losses, words
-from .running import ENV, contents, torchrun_words, wait_until, workers
-
-
-def _run(command: list[str], world: int) -> dict[str, Any]:
-    command = [*command, "--json"]
-    done = subprocess.run(
-        torchrun_words(world, command) if world > 1 else command, env=ENV, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+from .running import contents, torchrun_words, wait_until, workers
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +28,19 @@ def alone(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_cells_take_the_steps_of_one_process(alone: tuple[Path, Path, Path], tmp_path: Path, victim: int) -> None:
+def test_cells_take_the_steps_of_one_process(
+    alone: tuple[Path, Path, Path], tmp_path: Path, warm: Warm, victim: int
+) -> None:
     """Two cells, one of them killed on the way; then two again or one: the same losses, and a whole store."""
     target, data, unbroken = alone
     cells = tmp_path / "cells"
     command = words(target, data, cells, tee=tmp_path / "cells-store")
-    run = subprocess.Popen(torchrun_words(2, command), env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    run = warm.start(torchrun_words(2, command))
     wait_until(run, lambda: len(losses(cells)) >= 5)
-    os.kill(workers(run.pid)[victim], signal.SIGKILL)
-    _, said = run.communicate(timeout=120)
-    assert run.returncode != 0, said.decode()
-    again = _run(command, 2 if victim else 1)
+    os.kill(workers(run.ranks[0].pid)[victim], signal.SIGKILL)
+    said = run.communicate(timeout=120)
+    assert run.returncode != 0, said
+    again = json.loads(warm.start([*command, "--json"], 2 if victim else 1).end())
     assert 0 < again["steps"] < again["total_steps"] == len(losses(unbroken))
     assert len(again["flow"]["targets"]) == (2 if victim else 1)
     assert losses(cells) == pytest.approx(losses(unbroken), abs=1e-5)

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +12,11 @@ from dflash_tool.store.lock import RunLock
 from dflash_tool.store.reader import HiddenStore
 from dflash_tool.store.verify import verify
 from dflash_tool.trainer.metrics import read_metrics
+from tests.warm import Warm
 
 from .live_kit import config as config_of
 from .live_kit import losses, weights, words
-from .running import ENV, contents, wait_until
+from .running import contents, wait_until
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
 
@@ -48,15 +48,13 @@ def test_training_from_the_tee_repeats_the_run_bit_for_bit(
 
 
 def test_a_tee_is_whole_once_the_first_epoch_has_passed(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, warm: Warm
 ) -> None:
     """Long before the end: `train` uses it while the run goes on, and a kill leaves it as it is."""
     target, data = random_target(), token_rows(60)
-    changed = {"max_steps": 80, "epochs": 1000, "val_every": 1000, "save_every": 2, "tee": tmp_path / "store"}
+    changed = {"max_steps": 40, "epochs": 1000, "val_every": 1000, "save_every": 2, "tee": tmp_path / "store"}
     config = config_of(target, data, tmp_path / "run", **changed)
-    run = subprocess.Popen(
-        words(target, data, tmp_path / "run", **changed), env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    run = warm.start(words(target, data, tmp_path / "run", **changed))
 
     def whole() -> bool:
         manifest = tmp_path / "store" / "manifest.json"
@@ -69,9 +67,9 @@ def test_a_tee_is_whole_once_the_first_epoch_has_passed(
     run.communicate()
     assert not list(verify(tmp_path / "store", rehash=True))
     done = pipeline.live(config)
-    assert 0 < done.trained.steps < 80
+    assert 0 < done.trained.steps < 40
     epoch = losses(tmp_path / "train")
-    assert len(losses(tmp_path / "run")) == 80 > len(epoch) == 4
+    assert len(losses(tmp_path / "run")) == 40 > len(epoch) == 4
     assert HiddenStore.open(tmp_path / "store").manifest.complete
 
 

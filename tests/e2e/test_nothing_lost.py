@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,9 @@ from dflash_tool import pipeline
 from dflash_tool.errors import StoreError
 from dflash_tool.schemas.config import ExtractConfig
 from dflash_tool.store.manifest import read_manifest, write_manifest
+from tests.warm import Warm
 
-from .running import ENV, Store, contents, extract_words, wait_until
+from .running import Store, contents, extract_words, wait_until
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
 
@@ -172,13 +172,13 @@ def test_numbers_that_are_none(finished: Store, tmp_path: Path, dflash: Run, opt
 
 
 def test_a_signal_while_the_target_loads(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, warm: Warm
 ) -> None:
     """The most likely moment for a big target: still 143, and how to go on."""
     out = tmp_path / "store"
     words = extract_words(random_target(), token_rows(40), out)
     # As soon as the manifest is there the target is being loaded.
-    run = subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = warm.start(words)
     wait_until(run, (out / "manifest.json").exists)
     run.send_signal(signal.SIGTERM)
     _, err = run.communicate(timeout=60)
@@ -186,6 +186,6 @@ def test_a_signal_while_the_target_loads(
         assert run.returncode == 143, err
         assert "Run the same command to go on" in err or "run the same command to go on" in err
     assert "Traceback" not in err
-    subprocess.run(words, env=ENV, check=True, capture_output=True)
+    warm.start(words).end()
     assert read_manifest(out).complete
     assert (out / "head" / "head.safetensors").stat().st_mode & 0o444 == 0o444

@@ -16,6 +16,7 @@ from dflash_tool.pipeline import train_run
 from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.telemetry import TrainTelemetry
 from dflash_tool.trainer.metrics import read_metrics
+from tests.warm import Warm
 
 from .running import ENV, wait_until
 
@@ -85,18 +86,17 @@ def _rows(run: Path, kind: str) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in read_metrics(run) if row["kind"] == kind]
 
 
-def test_killed_and_resumed_to_the_bit(store: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_to_the_bit(store: Path, tmp_path: Path, warm: Warm) -> None:
     unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
     words = [sys.executable, "-m", "dflash_tool"]
     subprocess.run([*words, *_words(store, unbroken)], env=ENV, check=True, capture_output=True)
-    quiet = {"env": ENV, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     for steps in (2, 5, 9):
-        run = subprocess.Popen([*words, *_words(store, killed)], **quiet)
+        run = warm.start([*words, *_words(store, killed)])
         wait_until(run, lambda steps=steps: len(_rows(killed, "train")) >= steps)
         run.send_signal(signal.SIGKILL)
         run.communicate()
         assert run.returncode == -signal.SIGKILL
-    subprocess.run([*words, *_words(store, killed)], env=ENV, check=True, capture_output=True)
+    warm.start([*words, *_words(store, killed)]).end()
     assert _rows(killed, "train") == _rows(unbroken, "train")
     assert _rows(killed, "validation") == _rows(unbroken, "validation")
     ours, theirs = _weights(killed), _weights(unbroken)
@@ -128,10 +128,10 @@ def test_a_finished_run_has_what_engines_and_people_need(store: Path, tmp_path: 
     assert again["steps"] == 0
 
 
-def test_stopped_in_order(store: Path, tmp_path: Path) -> None:
+def test_stopped_in_order(store: Path, tmp_path: Path, warm: Warm) -> None:
     out = tmp_path / "run"
     words = [sys.executable, "-m", "dflash_tool", *_words(store, out, epochs=500, save_every=1000, val_every=1000)]
-    run = subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = warm.start(words)
     wait_until(run, lambda: len(_rows(out, "train")) >= 3)
     run.send_signal(signal.SIGTERM)
     _, err = run.communicate(timeout=60)
@@ -237,7 +237,15 @@ def test_a_full_disk_while_saving_is_said_and_the_run_goes_on(
 def test_overfits_a_few_samples(store: Path, tmp_path: Path) -> None:
     """8 samples, seen often: nearly every block is drafted right, so anchor tau nears what labels allow."""
     config = _config(
-        store, tmp_path / "run", batch_samples=8, epochs=400, max_steps=400, anchors=64, val_fraction=0, draft_layers=2
+        store,
+        tmp_path / "run",
+        batch_samples=8,
+        epochs=120,
+        max_steps=120,
+        lr=3e-3,
+        anchors=64,
+        val_fraction=0,
+        draft_layers=2,
     )
     run = train_run.open_run(config, TrainTelemetry())
     rows = run.train_rows[:8]
@@ -249,7 +257,7 @@ def test_overfits_a_few_samples(store: Path, tmp_path: Path) -> None:
         batch_samples=8, context_budget=4096, block_budget=8192,
     )  # fmt: skip
     with MixingLoader(
-        run.store, rows, plan, layers=(1, 3), epochs=400, window_bytes=1 << 28, threads=1, verify="first"
+        run.store, rows, plan, layers=(1, 3), epochs=120, window_bytes=1 << 28, threads=1, verify="first"
     ) as loader:
         for step in loader:
             run.loop.step(step)

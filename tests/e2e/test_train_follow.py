@@ -4,8 +4,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dflash_tool.buckets import epoch_order
-from dflash_tool.pipeline import train_run
+from dflash_tool.pipeline import stores, train_run
 from dflash_tool.schemas.manifest import Manifest
 from dflash_tool.store import follow
 from dflash_tool.store.follow import Follower
@@ -24,8 +24,9 @@ from dflash_tool.store.lock import RunLock
 from dflash_tool.store.manifest import read_manifest, write_manifest
 from dflash_tool.store.reader import HiddenStore
 from tests.store_kit import make_writer
+from tests.warm import Warm
 
-from .running import ENV, extract_words, wait_until
+from .running import extract_words, wait_until
 from .train_kit import DFLASH, opened, rows_of, same_weights, words_of
 
 Run = Callable[..., "CommandResult"]  # noqa: F821 - conftest's
@@ -196,46 +197,40 @@ def test_stopped_and_left_alone_beside_an_extraction(
 
 
 def test_beside_a_real_extraction(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, warm: Warm
 ) -> None:
     """Two processes; the extraction is held up until training has begun."""
     store, beside, after = tmp_path / "store", tmp_path / "beside", tmp_path / "after"
     options: dict[str, Any] = {"batch_samples": 64, "epochs": 1}
     words = extract_words(random_target(), token_rows(1000), store, layers="1,3")
-    with _process(words) as extraction:
+    with warm.start(words) as extraction:
         wait_until(extraction, (store / "head").exists)
         extraction.send_signal(signal.SIGSTOP)
         assert not read_manifest(store).complete
-        with _process([*DFLASH, *words_of([store], beside, "--follow", **options)]) as training:
+        with warm.start([*DFLASH, *words_of([store], beside, "--follow", **options)]) as training:
             wait_until(training, (beside / "metrics.jsonl").exists)
             extraction.send_signal(signal.SIGCONT)
-            _, said = training.communicate(timeout=240)
-            assert training.returncode == 0, said
-        _, said = extraction.communicate(timeout=240)
-        assert extraction.returncode == 0, said
-    subprocess.run([*DFLASH, *words_of([store], after, **options)], env=ENV, check=True, capture_output=True)
+            training.end()
+        extraction.end()
+    warm.start([*DFLASH, *words_of([store], after, **options)]).end()
     assert rows_of(beside) == rows_of(after)
     assert same_weights(beside, after)
 
 
 def test_started_before_the_extraction(
-    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path
-) -> None:
+    random_target: Callable[..., Path], token_rows: Callable[..., Path], tmp_path: Path, warm: Warm, dflash: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """As the README has it, one after the other: nobody has made the store yet, and training waits for it."""
-    store, run = tmp_path / "store", tmp_path / "run"
-    with _process([*DFLASH, *words_of([store], run, "--follow", epochs=1)]) as training:
-        wait_until(training, lambda: b"torch" in Path(f"/proc/{training.pid}/maps").read_bytes())
-        with _process(extract_words(random_target(), token_rows(100), store, layers="1,3")) as extraction:
-            assert extraction.wait(240) == 0
-        _, said = training.communicate(timeout=240)
-        assert training.returncode == 0, said
+    store, extractions = tmp_path / "store", []
 
+    def begin(seconds: float) -> None:
+        if not extractions:
+            assert not store.exists()
+            extractions.append(warm.start(extract_words(random_target(), token_rows(100), store, layers="1,3")))
+        time.sleep(seconds / 20)
 
-@contextmanager
-def _process(words: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    """A process that doesn't outlive the test, also where it is stopped."""
-    with subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    monkeypatch.setattr(stores, "wait_until_begun", partial(follow.wait_until_begun, pause=begin))
+    done = dflash(*words_of([store], tmp_path / "run", "--follow", epochs=1))
+    extractions[0].end()
+    assert done.code == 0, done.err

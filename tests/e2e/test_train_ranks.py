@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from dflash_tool import pipeline
 from dflash_tool.schemas.train import TrainConfig
 from dflash_tool.store.layout import array_file
 from dflash_tool.trainer.metrics import read_metrics
+from tests.warm import Warm
 
-from .running import ENV, torchrun_words, wait_until, workers
+from .running import torchrun_words, wait_until, workers
 
 OPTIONS = {
     "block_size": 4, "draft_layers": 1, "anchors": 8, "batch_samples": 16, "epochs": 6, "lr": 1e-3,
@@ -33,25 +33,10 @@ def words(store: Path, out: Path, **changed: object) -> list[str]:
     return [sys.executable, "-m", "dflash_tool", "train", *flags]
 
 
-def train(world: int, command: list[str]) -> dict[str, Any]:
+def train(warm: Warm, world: int, command: list[str]) -> dict[str, Any]:
     """Run to the end on so many ranks; what rank 0 says."""
-    command = [*command, "--json"]
-    done = subprocess.run(
-        torchrun_words(world, command) if world > 1 else command, env=ENV, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)  # one document: the other ranks are silent
+    result: dict[str, Any] = json.loads(warm.start([*command, "--json"], world).end())  # the other ranks are silent
     return result
-
-
-def start(world: int, command: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        torchrun_words(world, command) if world > 1 else command,
-        env=ENV,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def rows(run: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -77,7 +62,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def alone(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one drafter."""
     out = tmp_path_factory.mktemp("runs") / "alone"
-    train(1, words(store, out))
+    pipeline.train(TrainConfig.model_validate({"store": store, "out": out, **OPTIONS}))
     return out
 
 
@@ -99,10 +84,12 @@ def same_bits(one: Path, other: Path) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_two_ranks_of_two_drafters_twice(store: Path, alone: Path, tmp_path: Path) -> None:
+def test_two_ranks_of_two_drafters_twice(store: Path, alone: Path, tmp_path: Path, warm: Warm) -> None:
     """Both combine; nothing depends on who is faster."""
-    results = [train(2, words(store, tmp_path / name, drafters=2)) for name in "ab"]
-    assert (results[0]["ranks"], results[0]["drafters"]) == (2, 4)
+    launched = warm.start(torchrun_words(2, [*words(store, tmp_path / "a", drafters=2), "--json"]))
+    said = json.loads(launched.end())  # one document: the other rank is silent
+    assert (said["ranks"], said["drafters"]) == (2, 4)
+    train(warm, 2, words(store, tmp_path / "b", drafters=2))
     assert_same_run(tmp_path / "a", alone)
     same_bits(tmp_path / "a", tmp_path / "b")
     row = rows(tmp_path / "a")[-1]
@@ -114,43 +101,43 @@ def test_two_ranks_of_two_drafters_twice(store: Path, alone: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_resumed_in_an_epoch_on_another_number_of_ranks(
-    store: Path, alone: Path, tmp_path: Path, before: int, after: int
+    store: Path, alone: Path, tmp_path: Path, warm: Warm, before: int, after: int
 ) -> None:
     """A run of 36 steps is stopped after at least 4, the first epoch has 6, and goes on elsewhere."""
     out = tmp_path / "run"
     command = words(store, out, save_every=1)
-    run = start(before, command)
+    run = warm.start(command, before)
     wait_until(run, lambda: len(rows(out)) >= 4)
     run.send_signal(signal.SIGTERM)
     run.communicate(timeout=60)
     stood = json.loads((out / "checkpoints" / "last" / "state.json").read_text())["step"]
     assert 4 <= stood < 36
-    result = train(after, command)
+    result = train(warm, after, command)
     assert result["steps"] == 36 - stood
     assert any("losses agree to rounding" in note for note in result["notes"])
     assert_same_run(out, alone)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed(store: Path, alone: Path, tmp_path: Path, victim: int) -> None:
+def test_a_rank_that_is_killed(store: Path, alone: Path, tmp_path: Path, warm: Warm, victim: int) -> None:
     """The other one stops within a minute and says why; a rerun goes on to the same end."""
     out = tmp_path / "run"
-    run = start(2, words(store, out))
+    run = warm.start(torchrun_words(2, words(store, out)))
     wait_until(run, lambda: len(rows(out)) >= 5)
-    os.kill(workers(run.pid)[victim], signal.SIGKILL)
+    os.kill(workers(run.ranks[0].pid)[victim], signal.SIGKILL)
     _, said = run.communicate(timeout=60)
     assert run.returncode != 0
     gone = f"rank {victim} has given no sign of life", "another rank was lost while gradients were added up"
     assert any(reason in said for reason in gone), said
-    assert train(2, words(store, out))["steps"] > 0
+    assert train(warm, 2, words(store, out))["steps"] > 0
     assert_same_run(out, alone)
 
 
-def test_a_signal_to_one_rank_stops_all_in_order(store: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_in_order(store: Path, tmp_path: Path, warm: Warm) -> None:
     out = tmp_path / "run"
-    run = start(2, words(store, out, epochs=500, save_every=10_000, val_every=10_000))
+    run = warm.start(words(store, out, epochs=500, save_every=10_000, val_every=10_000), 2)
     wait_until(run, lambda: len(rows(out)) >= 3)
-    os.kill(workers(run.pid)[1], signal.SIGTERM)
+    os.kill(run.ranks[1].pid, signal.SIGTERM)
     _, said = run.communicate(timeout=60)
     assert run.returncode != 0
     state = json.loads((out / "checkpoints" / "last" / "state.json").read_text())
@@ -159,7 +146,7 @@ def test_a_signal_to_one_rank_stops_all_in_order(store: Path, tmp_path: Path) ->
     assert "rank 1 stops with the others" in said
 
 
-def test_an_error_on_one_rank_ends_all_with_its_reason(store: Path, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_all_with_its_reason(store: Path, tmp_path: Path, warm: Warm) -> None:
     """A damaged sample, which one rank reads (in a second epoch the other might, and reads ahead)."""
     part, out = tmp_path / "store", tmp_path / "run"
     shutil.copytree(store, part)
@@ -167,7 +154,7 @@ def test_an_error_on_one_rank_ends_all_with_its_reason(store: Path, tmp_path: Pa
     content = bytearray(file.read_bytes())
     content[40] ^= 1
     file.write_bytes(content)
-    run = start(2, words(part, out, epochs=1, save_every=1000))
+    run = warm.start(words(part, out, epochs=1, save_every=1000), 2)
     _, said = run.communicate(timeout=120)
     assert run.returncode != 0
     messages = [line.removeprefix("dflash: ") for line in said.splitlines() if line.startswith("dflash: ")]
@@ -180,9 +167,9 @@ def test_an_error_on_one_rank_ends_all_with_its_reason(store: Path, tmp_path: Pa
         assert state["step"] == state["loader"]["step"] == steps[-1]["step"]
 
 
-def test_more_ranks_than_microbatches(store: Path, alone: Path, tmp_path: Path) -> None:
+def test_more_ranks_than_microbatches(store: Path, tmp_path: Path, warm: Warm) -> None:
     """Works: a rank without work takes part all the same, and that is said once."""
     big = words(store, tmp_path / "run", microbatch_tokens=100_000, batch_samples=3, max_steps=6)
-    result = train(3, big)
+    result = train(warm, 3, big)
     assert result["steps"] == 6
     assert sum("had nothing to do" in note for note in result["notes"]) == 1

@@ -1,8 +1,6 @@
 """One step over drafters and ranks against one computed plainly in fp64; a drafter that fails; weights copied back."""
 
 import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from dflash_tool.loader import MixedBatch
 from dflash_tool.pipeline.train_run import check_together
 from dflash_tool.ranks import Ranks
 from dflash_tool.trainer.timing import bottleneck
+from tests.warm import Warm
 
 from .scale_kit import NO_ANCHOR, Step, batches, check_step, loop_of
 
@@ -38,17 +37,8 @@ def test_a_step_is_the_same_however_it_is_shared_out(way: str, clip: float) -> N
         check_step(loop, WAYS[way], clip)
 
 
-def test_a_step_over_two_gloo_ranks(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*torchrun, "-m", "tests.unit.scale_kit", str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert run.returncode == 0, run.stderr
+def test_a_step_over_two_gloo_ranks(tmp_path: Path, warm: Warm) -> None:
+    warm.start([sys.executable, "-m", "tests.unit.scale_kit", str(tmp_path)], 2).end()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
