@@ -5,16 +5,16 @@ A block's queries attend to the context positions < its anchor (strictly) and to
 directions; never to another block, another sample, or anything at or after the anchor (DFlash paper, section 4).
 
 `two-part` is exact and runs anywhere: blocks sorted by (sample, anchor) are processed in chunks; a chunk's scores
-over the context stop at its last anchor, its own-block scores are one batched product, and one softmax joins both.
-So work is proportional to the context that is really visible, and memory is that of one chunk: the backward
-computes the scores again, as flash attention does. `flex` is PyTorch's flex_attention under a block mask (CUDA).
+over the context stop at its last anchor, the own-block scores of a few chunks are one batched product, and one softmax
+joins both. So work is proportional to the context that is really visible, and memory is that of one chunk's scores: the
+backward computes them again, as flash attention does. `flex` is PyTorch's flex_attention under a block mask (CUDA).
 
 Legend: N blocks, B slots a block, R samples (rows), S context positions, A query heads, K KV heads, G = A / K,
 D head size.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +27,7 @@ from dflash_tool.drafter.anchors import Anchors
 
 Backend = Literal["two-part", "flex"]
 _CHUNK_SCORES = 1 << 18  # context scores of a chunk, for each thread: 1 MiB in fp32, which stays in a core's cache
+_SECTION_ROWS = 1 << 11  # queries of a section, all heads': few, as copies of them are held
 
 
 class Chunk(NamedTuple):
@@ -43,12 +44,12 @@ class Chunk(NamedTuple):
 class AttentionPlan:
     """Which block sees what, for all layers of one microbatch.
 
-    chunks: for two-part. position [N] int64 on the device: the anchors. mask: flex's BlockMask.
+    sections: of chunks, for two-part. position [N] int64 on the device: the anchors. mask: flex's BlockMask.
     """
 
     backend: Backend
     block_size: int
-    chunks: tuple[Chunk, ...]
+    sections: tuple[tuple[Chunk, ...], ...]
     position: Tensor
     mask: Any = None
 
@@ -94,7 +95,8 @@ def plan_attention(
 
         mask = flex_mask(anchors, samples=samples, context=context, block_size=block_size, device=device)
         return AttentionPlan(backend, block_size, (), on_device, mask)
-    return AttentionPlan(backend, block_size, tuple(_chunks(sample, position, block_size * heads)), on_device)
+    sections = tuple(_sections(_chunks(sample, position, block_size * heads), block_size * heads))
+    return AttentionPlan(backend, block_size, sections, on_device)
 
 
 def block_attention(
@@ -139,10 +141,23 @@ def _chunks(sample: NDArray[np.int64], position: NDArray[np.int64], rows: int) -
             first = at
 
 
-class _TwoPart(torch.autograd.Function):
-    """Two-part attention in the layout of its inputs: only a chunk at a time is put in order for the products.
+def _sections(chunks: Iterable[Chunk], rows: int) -> Iterator[tuple[Chunk, ...]]:
+    """Put chunks together, to `_SECTION_ROWS` or a chunk more (a block: `rows`): most calls are made once for all."""
+    section: list[Chunk] = []
+    for chunk in chunks:
+        section.append(chunk)
+        if chunk.last - section[0].first >= _SECTION_ROWS // rows:
+            yield tuple(section)
+            section = []
+    if section:
+        yield tuple(section)
 
-    Inside, a chunk's queries are rows [K, n*G*B, D] for the context and [n*K, G*B, D] for their own blocks.
+
+class _TwoPart(torch.autograd.Function):
+    """Two-part attention in the layout of its inputs: only a section at a time is put in order for the products.
+
+    Inside, a section's queries are rows [K, n, G*B, D]: each against its own block, a chunk's together against their
+    context.
     """
 
     @staticmethod
@@ -154,21 +169,20 @@ class _TwoPart(torch.autograd.Function):
         groups = heads // k_NBKD.shape[2]
         lse_KNX = q_NBAD.new_empty(heads // groups, blocks, groups * slots)
         room = _room(q_NBAD, plan)
-        for chunk in plan.chunks:
-            part = slice(chunk.first, chunk.last)
+        for section in plan.sections:
+            part = slice(section[0].first, section[-1].last)
             q = _rows(q_NBAD[part], groups).mul_(width**-0.5)
-            seen, own = _scores(q, k_NBKD[part], k_RSKD, chunk, plan, room)
-            top = own.amax(-1)
-            if chunk.context:
-                top = torch.maximum(top, seen.amax(-1))
+            own = q @ _own(k_NBKD[part]).transpose(-1, -2)
+            top, total, result = own.amax(-1), q.new_zeros(q.shape[:-1]), torch.zeros_like(q)
+            for chunk, here in _places(section):
+                seen = _seen(q[:, here], k_RSKD, chunk, plan, room)
+                top_here = torch.maximum(top[:, here], seen.amax(-1), out=top[:, here])
+                seen = seen.sub_(top_here.unsqueeze(-1)).exp_()
+                torch.sum(seen, -1, out=total[:, here])
+                result[:, here].flatten(1, 2).baddbmm_(seen.flatten(1, 2), _context(v_RSKD, chunk))
             own = own.sub_(top.unsqueeze(-1)).exp_()
-            total = own.sum(-1)
-            result = own @ _own(v_NBKD[part])
-            if chunk.context:
-                seen = seen.sub_(top.unsqueeze(-1)).exp_()
-                total += seen.sum(-1)
-                values = _context(v_RSKD, chunk)
-                result.flatten(1, 2).baddbmm_(seen.flatten(1, 2), values)
+            total += own.sum(-1)
+            result += own @ _own(v_NBKD[part])
             _put(out_NBAD[part], result.div_(total.unsqueeze(-1)), groups)
             lse_KNX[:, part] = total.log_().add_(top)
         ctx.save_for_backward(q_NBAD, k_NBKD, v_NBKD, k_RSKD, v_RSKD, out_NBAD, lse_KNX)
@@ -184,27 +198,33 @@ class _TwoPart(torch.autograd.Function):
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_NBAD, k_NBKD, v_NBKD))
         dk_seen, dv_seen = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k_RSKD, v_RSKD))
         room, more_room = _room(q_NBAD, plan), _room(q_NBAD, plan)
-        for chunk in plan.chunks:
-            part = slice(chunk.first, chunk.last)
+        for section in plan.sections:
+            part = slice(section[0].first, section[-1].last)
+            inner = _rows((grad_NBAD[part] * out_NBAD[part]).sum(-1, keepdim=True), groups)
             q, grad = _rows(q_NBAD[part], groups).mul_(width**-0.5), _rows(grad_NBAD[part], groups)
-            inner = (grad * _rows(out_NBAD[part], groups)).sum(-1, keepdim=True)
             lse = lse_KNX[:, part, :, None]
-            seen, own = _scores(q, k_NBKD[part], k_RSKD, chunk, plan, room)
-            own = own.sub_(lse).exp_()
+            own = (q @ _own(k_NBKD[part]).transpose(-1, -2)).sub_(lse).exp_()
             _own(dv[part]).copy_(own.transpose(-1, -2) @ grad)
             d_own = (grad @ _own(v_NBKD[part]).transpose(-1, -2)).sub_(inner).mul_(own)
             _own(dk[part]).copy_(d_own.transpose(-1, -2) @ q)
             dq_part = d_own @ _own(k_NBKD[part])
-            if chunk.context:
-                flat_q, flat_grad = q.flatten(1, 2), grad.flatten(1, 2)
-                seen = seen.sub_(lse).exp_().flatten(1, 2)
+            for chunk, here in _places(section):
+                flat_q, flat_grad = q[:, here].flatten(1, 2), grad[:, here].flatten(1, 2)
+                seen = _seen(q[:, here], k_RSKD, chunk, plan, room).sub_(lse[:, here]).exp_().flatten(1, 2)
                 _context(dv_seen, chunk).add_(torch.bmm(seen.transpose(1, 2), flat_grad))
                 d_seen = torch.bmm(flat_grad, _context(v_RSKD, chunk).transpose(1, 2), out=_like(more_room, seen.shape))
-                d_seen = d_seen.sub_(inner.flatten(1, 2)).mul_(seen)
+                d_seen = d_seen.sub_(inner[:, here].flatten(1, 2)).mul_(seen)
                 _context(dk_seen, chunk).add_(torch.bmm(d_seen.transpose(1, 2), flat_q))
-                dq_part.flatten(1, 2).baddbmm_(d_seen, _context(k_RSKD, chunk))
+                dq_part[:, here].flatten(1, 2).baddbmm_(d_seen, _context(k_RSKD, chunk))
             _put(dq[part], dq_part.mul_(width**-0.5), groups)
         return dq, dk, dv, dk_seen, dv_seen, None
+
+
+def _places(section: Sequence[Chunk]) -> Iterator[tuple[Chunk, slice]]:
+    """The chunks that see a context, and where in their section they are."""
+    for chunk in section:
+        if chunk.context:
+            yield chunk, slice(chunk.first - section[0].first, chunk.last - section[0].first)
 
 
 def _rows(x_nBAD: Tensor, groups: int) -> Tensor:
@@ -234,7 +254,8 @@ def _context(x_RSKD: Tensor, chunk: Chunk) -> Tensor:
 def _room(q_NBAD: Tensor, plan: AttentionPlan) -> Tensor:
     """Memory for the largest chunk's context scores, used again and again."""
     _, slots, heads, _ = q_NBAD.shape
-    largest = max(((chunk.last - chunk.first) * chunk.context for chunk in plan.chunks), default=0)
+    chunks = (chunk for section in plan.sections for chunk in section)
+    largest = max(((chunk.last - chunk.first) * chunk.context for chunk in chunks), default=0)
     return q_NBAD.new_empty(largest * slots * heads)
 
 
@@ -242,17 +263,12 @@ def _like(room: Tensor, shape: Sequence[int]) -> Tensor:
     return room[: math.prod(shape)].view(shape)
 
 
-def _scores(
-    q: Tensor, k_nBKD: Tensor, k_RSKD: Tensor, chunk: Chunk, plan: AttentionPlan, room: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A chunk's scores over its context [K, n, G*B, c], -inf where hidden, and over its own slots [K, n, G*B, B]."""
-    own = q @ _own(k_nBKD).transpose(-1, -2)
-    if not chunk.context:
-        return own, own
+def _seen(q: Tensor, k_RSKD: Tensor, chunk: Chunk, plan: AttentionPlan, room: Tensor) -> Tensor:
+    """A chunk's scores over its context [K, n, G*B, c], -inf where hidden, in `room`."""
     seen = _like(room, (*q.shape[:-1], chunk.context))
     torch.bmm(q.flatten(1, 2), _context(k_RSKD, chunk).transpose(1, 2), out=seen.flatten(1, 2))
     if chunk.shared < chunk.context:  # between the first and the last anchor only some see the context
         places = torch.arange(chunk.shared, chunk.context, device=q.device)
         hidden = places >= plan.position[chunk.first : chunk.last, None, None]
         seen[..., chunk.shared :].masked_fill_(hidden, -torch.inf)
-    return seen, own
+    return seen

@@ -77,11 +77,13 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("scores", [1, 60, 1 << 19])
+@pytest.mark.parametrize("section", [1, 40, 1 << 11])
 def test_two_part_equals_a_plain_loop(
-    case: tuple[list[int], list[list[int]], int, int, int], scores: int, monkeypatch: pytest.MonkeyPatch
+    case: tuple[list[int], list[list[int]], int, int, int], scores: int, section: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths, anchors, size, heads, kv = case
     monkeypatch.setattr(attention, "_CHUNK_SCORES", scores)  # a block a chunk, a few, all
+    monkeypatch.setattr(attention, "_SECTION_ROWS", section)  # a chunk a section, a few, all
     where, tensors = make(lengths, anchors, size=size, heads=heads, kv=kv)
     slope = torch.randn(len(where), size, heads, 4, dtype=torch.float64)
     results = []
