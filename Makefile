@@ -18,9 +18,9 @@ demo: $(VENV)/.installed
 	$(BIN)/dflash extract --target examples/tiny-target --data examples/chats.jsonl --out demo/store
 	$(BIN)/dflash stats demo/store --verify
 	$(BIN)/dflash train --store demo/store --out demo/run --block-size 8 --draft-layers 2 --batch-samples 32 \
-	  --anchors 16 --gamma 1 --lr 1.5e-3 --epochs 9 --max-steps 420 --val-fraction 0.05 --val-every 420
+	  --anchors 16 --gamma 0.7 --lr 2e-3 --epochs 8 --max-steps 360 --val-fraction 0.05 --val-every 360 --drafters 2
 	$(BIN)/dflash live --target examples/tiny-target --data examples/chats.jsonl --out demo/live \
-	  --block-size 8 --draft-layers 2 --batch-samples 32 --anchors 16 --max-steps 10 --val-samples 16
+	  --block-size 8 --draft-layers 2 --batch-samples 32 --anchors 16 --max-steps 8 --val-samples 8
 
 test: lint types contracts tests package
 
