@@ -145,6 +145,9 @@ def test_items_hold_the_rows_of_their_samples() -> None:
     states.close()
     items = list(iter_queue(states))
     assert sorted(item.index for item in items) == [batch.index for batch in sorted(batches, key=lambda b: b.index)]
+    widths = {batch.index: len(batch.rows) * lengths[batch.rows].max() for batch in batches}  # padding is in flight too
+    assert {item.index: item.nbytes for item in items} == {i: tokens * ROW_BYTES for i, tokens in widths.items()}
+    assert window.in_flight == sum(widths.values()) * ROW_BYTES > lengths.sum() * ROW_BYTES
     quarantined = np.concatenate([item.payload.quarantined for item in items])
     assert quarantined.tolist() == [7]
     for item in items:
