@@ -228,7 +228,7 @@ def _places(section: Sequence[Chunk]) -> Iterator[tuple[Chunk, slice]]:
 
 
 def _rows(x_nBAD: Tensor, groups: int) -> Tensor:
-    """A chunk of queries as new rows [K, n, G*B, D]."""
+    """A section's queries as new rows [K, n, G*B, D]."""
     blocks, slots, _, width = x_nBAD.shape
     x = x_nBAD.view(blocks, slots, -1, groups, width).permute(2, 0, 3, 1, 4)
     return x.clone(memory_format=torch.contiguous_format).view(-1, blocks, groups * slots, width)
@@ -242,7 +242,7 @@ def _put(x_nBAD: Tensor, rows: Tensor, groups: int) -> None:
 
 
 def _own(x_nBKD: Tensor) -> Tensor:
-    """Keys or values of a chunk's own slots, [K, n, B, D] (a view)."""
+    """Keys or values of a section's own slots, [K, n, B, D] (a view)."""
     return x_nBKD.permute(2, 0, 1, 3)
 
 
